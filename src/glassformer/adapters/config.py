@@ -21,20 +21,25 @@ LIMIT = 10_000_000
 MOST_LAYERS = 1_000
 MOST_POSITIONS = 2**22  # each has a row in a table of positions
 
-#: Keys that cannot change what a model computes from tokens: names, ids, generation defaults.
+#: Keys that cannot change what a model computes from tokens: names, ids, generation defaults, and
+#: what released folders still hold though no release of transformers reads it.
 HARMLESS = frozenset(
     [
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
+        "_num_labels",
         "architectures",
         "bos_token_id",
+        "cache_implementation",
         "decoder_start_token_id",
         "dtype",
         "eos_token_id",
         "finetuning_task",
+        "gradient_checkpointing",
         "id2label",
+        "is_llama_config",
         "label2id",
         "max_length",
         "min_length",
@@ -60,9 +65,11 @@ HARMLESS = frozenset(
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_past",
         "output_scores",
         "pad_token_id",
         "prefix",
+        "pretraining_tp",  # how a product was cut into pieces for training
         "problem_type",
         "quantization_config",  # how weights are stored: their reader refuses what it cannot read
         "return_dict",
@@ -72,8 +79,11 @@ HARMLESS = frozenset(
         "tokenizer_class",
         "torch_dtype",
         "torchscript",
+        "transformers.js_config",
         "transformers_version",
         "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
         "chunk_size_feed_forward",
         "use_bfloat16",
@@ -86,10 +96,11 @@ IDLE: dict[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
     "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
     "pruned_heads": {},
+    "rope_interleaved": False,
     "tf_legacy_loss": False,
     "tie_encoder_decoder": False,
+    "use_mrope": False,
 }
 _NOTHING = object()
 
@@ -200,18 +211,18 @@ class Config:
         odd = {
             key: value
             for key, value in left.items()
-            if not (value == still[key] if key in still else _is_off(value))
+            if not (value == still[key] if key in still else _is_nothing(value))
         }
         if odd:
             shown = ", ".join(f"{key}={json.dumps(odd[key], default=str)[:40]}" for key in odd)
             raise FileError(
                 f"{self.file} sets what is not handled here: {shown[:300]}",
                 where=self.where,
-                hint="these could change the computation, so the model is not read without them; "
+                hint="these could change the computation; one that does not can be removed; "
                 "docs/adding-an-architecture.md tells how a key is added",
             )
 
 
-def _is_off(value: Any) -> bool:
-    """Return whether the value of an unknown switch means off."""
-    return value is None or value is False or value in ({}, [], "")
+def _is_nothing(value: Any) -> bool:
+    """Return whether an unknown key is there without a value; false is one."""
+    return value is None or (not isinstance(value, bool) and value in ({}, [], ""))

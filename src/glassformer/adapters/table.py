@@ -290,8 +290,9 @@ class Family:
     `read` reads every key that it understands; the rest must be `harmless` or have their `idle`
     value; `defaults` are transformers' values of keys that a config may leave out. `write` returns
     the keys from which `read` makes the same spec; a family without it is read only. `live` is the
-    table of a transformers module, where its names are not those of its files. `remote_code`: its
-    folders always refer to code of their own, which is not needed. `encodes`: an encoder-decoder.
+    table of a transformers module, where its names are not those of its files. `remote_code`:
+    released folders refer to code of their own, which is not needed; `older` is the name that this
+    code has for the architecture. `encodes`: an encoder-decoder.
     """
 
     model_type: str
@@ -302,6 +303,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     idle: Mapping[str, Any] = field(default_factory=dict)
     remote_code: bool = False
+    older: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     live: Names | None = None
     encodes: bool = False
@@ -332,7 +334,7 @@ class Family:
         """Return the spec that a config describes; an unknown key is refused by name."""
         config = config.with_defaults(self.defaults)
         named = config.data.get("architectures") or [self.architecture]
-        if not isinstance(named, list) or self.architecture not in named:
+        if not isinstance(named, list) or not {self.architecture, self.older} & set(named):
             raise FileError(
                 f"config.json names the architecture {str(named)[:80]}",
                 where=config.where,

@@ -291,7 +291,11 @@ def write_distilbert(spec: ModelSpec) -> dict[str, Any]:
     )
 
 
-HARMLESS = ("classifier_dropout", "gradient_checkpointing", "qa_dropout", "seq_classif_dropout")
+HARMLESS = (
+    *("classifier_dropout", "qa_dropout", "seq_classif_dropout", "directionality", "pooler_type"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    "pooler_size_per_head",
+)
 
 
 def _bert(kind: str, masked: str, body: str, prefix: str, head: tuple[Row, ...]) -> list[Family]:
@@ -337,6 +341,7 @@ DISTILBERT = Family(
     lambda config: read_distilbert(config, masked=True),
     write_distilbert,
     harmless=HARMLESS,
+    idle={"tie_weights_": True},
 )
 DISTILBERT_BODY = Family(
     "distilbert",
@@ -344,7 +349,7 @@ DISTILBERT_BODY = Family(
     table("", "transformer.layer", DISTILLED, ()),
     lambda config: read_distilbert(config, masked=False),
     write_distilbert,
-    harmless=(*HARMLESS, "tie_word_embeddings"),
+    harmless=(*HARMLESS, "tie_word_embeddings", "tie_weights_"),
 )
 
 
@@ -488,7 +493,7 @@ MODERN_HARMLESS = (
         "repad_logits_with_grad",
         "sparse_pred_ignore_index",
     ),
-    *("reference_compile", "gradient_checkpointing", "layer_norm_eps", "position_embedding_type"),
+    *("reference_compile", "layer_norm_eps", "position_embedding_type"),
 )
 MODERN_DEFAULTS = {
     "local_attention": 128,

@@ -470,7 +470,6 @@ GPT_J = Family(
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
-        "gradient_checkpointing",
         "n_ctx",
         "rotary",
     ),

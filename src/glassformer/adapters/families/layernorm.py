@@ -677,6 +677,7 @@ COHERE = Family(
     cohere_table,
     read_cohere,
     write_cohere,
+    harmless=("model_max_length",),
     idle={"use_qk_norm": False},
     defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
 )
@@ -686,7 +687,7 @@ COHERE2 = Family(
     cohere_table,
     read_cohere2,
     write_cohere2,
-    harmless=("cache_implementation", "use_gated_activation", "order_of_interleaved_layers"),
+    harmless=("use_gated_activation", "order_of_interleaved_layers"),
     idle={
         "use_embedding_sharing": True,
         "use_parallel_block": True,
@@ -704,7 +705,8 @@ FALCON = Family(
     falcon_table,
     read_falcon,
     write_falcon,
-    idle={"hidden_dropout": 0.0},
+    idle={"hidden_dropout": 0.0, "apply_residual_connection_post_layernorm": False},
+    remote_code=True,
     defaults={
         "layer_norm_epsilon": 1e-5,
         "multi_query": True,
@@ -737,8 +739,13 @@ MPT = Family(
     MPT_TABLE,
     read_mpt,
     write_mpt,
-    harmless=("init_device", "norm_type", "verbose", "learned_pos_emb", "init_config"),
+    harmless=(
+        *("init_device", "norm_type", "verbose", "learned_pos_emb", "init_config"),
+        "tokenizer_name",
+    ),
     idle={"embedding_fraction": 1.0, "logit_scale": None},
+    remote_code=True,
+    older="MPTForCausalLM",
 )
 LAYERNORM = (NEOX_FAMILY, PHI, STABLELM, FALCON, BLOOM, MPT, COHERE, COHERE2)
 
@@ -748,6 +755,11 @@ STARCODER2 = Family(
     STARCODER2_TABLE,
     read_starcoder2,
     write_starcoder2,
+    harmless=(  # of StarCoder's config; this architecture has other keys for them
+        *("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32"),
+        "scale_attention_softmax_in_fp32",
+    ),
+    idle={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     defaults={
         "norm_epsilon": 1e-5,
         "use_bias": True,

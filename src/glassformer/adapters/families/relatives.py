@@ -17,6 +17,7 @@ from glassformer.adapters.families.llama import (
     ROTARY_BUFFERS,
     SLIDING,
     TABLE,
+    THETA,
     each_block,
     gate_word,
     kinds_of,
@@ -114,13 +115,35 @@ HUNYUAN_TABLE = replace(
 
 def read_hunyuan(config: Config) -> ModelSpec:
     """Read a Hunyuan config: q and k are normalised after their rotation."""
+    d_head = optional_whole(config, "head_dim")
     spec = read_stack(
-        config, bias=switch(config), d_head=optional_whole(config, "head_dim"), qk_norm=True
+        config,
+        bias=switch(config),
+        d_head=d_head,
+        qk_norm=True,
+        rotary=_stretched(config, d_head),
     )
     return each_block(
         spec,
         lambda block, _: replace(block, attention=replace(block.attention, qk_norm_last=True)),
     )
+
+
+def _stretched(config: Config, d_head: int | None) -> Rotary | None:
+    """Return the rotation of released models: `alpha` stretches the base, whatever the length."""
+    table = config.any("rope_scaling", "rope_parameters", default={})
+    if not isinstance(table, dict) or not table.get("alpha"):
+        return None
+    found = Config(table, where=config.where)
+    if found.any("rope_type", "type", default="") != "dynamic":
+        raise config.bad("rope_scaling", table, "dynamic, where it has 'alpha'")
+    base = found.number("rope_theta", default=config.number("rope_theta", default=THETA))
+    width = d_head or config.whole("hidden_size") // config.whole("num_attention_heads")
+    if width <= 2:
+        raise config.bad("head_dim", width, "more than 2, where 'alpha' stretches the base")
+    base *= found.number("alpha") ** (width / (width - 2))
+    found.finish(harmless=("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
+    return Rotary(base=base)
 
 
 def write_hunyuan(spec: ModelSpec) -> dict[str, Any]:
@@ -529,7 +552,18 @@ HUNYUAN = Family(
     HUNYUAN_TABLE,
     read_hunyuan,
     write_hunyuan,
-    harmless=("eod_token_id",),
+    harmless=(
+        *("eod_token_id", "attention_head_dim", "cla_share_factor", "class_num", "dense_list"),
+        *("pool_type", "anyres_pooling_size", "anyres_vit_max_image_size"),
+    ),
+    idle={
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+        "use_cla": False,
+        "add_classification_head": False,
+        "mlp_bias": False,
+        "norm_type": "rms",
+    },
     defaults={"rms_norm_eps": 1e-5},
 )
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", TABLE, read_smollm3, write_smollm3)
@@ -546,7 +580,16 @@ PHI3 = Family(
     read_phi3,
     write_phi3,
     harmless=("original_max_position_embeddings",),
-    idle={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False},
+    idle={
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+    remote_code=True,
     defaults={"rms_norm_eps": 1e-5},
 )
 GLM = Family(
@@ -608,7 +651,7 @@ GEMMA2 = Family(
     GEMMA2_TABLE,
     read_gemma2,
     write_gemma2,
-    harmless=("cache_implementation", "hidden_act"),
+    harmless=("hidden_act",),
     defaults=GEMMA_DEFAULTS
     | {
         "num_key_value_heads": 4,
@@ -624,7 +667,6 @@ GEMMA3 = Family(
     GEMMA2_TABLE,
     read_gemma3,
     write_gemma3,
-    harmless=("cache_implementation",),
     defaults=GEMMA_DEFAULTS
     | {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096},
 )

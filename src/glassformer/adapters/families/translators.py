@@ -223,7 +223,7 @@ def _family(
         write_pair if written else None,
         harmless=(
             *("encoder_layerdrop", "decoder_layerdrop", "classifier_dropout", "classif_dropout"),
-            *("num_hidden_layers", "gradient_checkpointing", "force_bos_token_to_be_generated"),
+            *("num_hidden_layers", "force_bos_token_to_be_generated"),
             *("add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding"),
             *("static_position_embeddings", "extra_pos_embeddings", "classifier_dropout_prob"),
         ),
