@@ -192,7 +192,13 @@ def _cases() -> Iterator[Case]:
     )
 
     yield from of("arcee", "Arcee", usual={}, biases={"attention_bias": True, "mlp_bias": True})
-    yield from of("hunyuan_v1_dense", "HunYuanDenseV1", usual={"head_dim": 8})
+    alpha = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+    yield from of(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1",
+        usual={"head_dim": 8},
+        stretched={"head_dim": 6, "rope_parameters": alpha},
+    )
     yield from of(
         "smollm3",
         "SmolLM3",

@@ -219,3 +219,24 @@ def test_text_is_translated_as_transformers_does(tmp_path):
     assert [2, 0, *made.tokens] == theirs.tolist()[: 2 + len(made.tokens)]
     source = adapter.get_tokenizer().encode_source("a b c")
     assert source == tokenizer("a b c").input_ids
+
+
+@torch.no_grad()
+def test_a_head_of_its_own_is_read_as_transformers_reads_it(tmp_path):
+    """Folders of T5 1.1 and Flan-T5 have one, and a config that transformers 5 no longer writes."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSeq2SeqLM
+
+    live("t5 gated").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = torch.randn(T5_SIZES["vocab_size"], T5_SIZES["d_model"])
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"tie_word_embeddings": False}
+    del config["scale_decoder_outputs"]
+    file.write_text(json.dumps(config))
+    module = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    source, valid, target = padded("t5 gated")
+    theirs = module(input_ids=source, attention_mask=valid, decoder_input_ids=target).logits
+    inputs = Inputs(target, source_BS=source, source_valid_BS=valid.bool())
+    assert close(load(tmp_path)(inputs), theirs)

@@ -354,7 +354,6 @@ def read_neo(config: Config) -> ModelSpec:
     """Read a GPT-Neo config: `attention_types` lists pairs of kinds of layers and repetitions."""
     layers = config.whole("num_layers", most=MOST_LAYERS)
     window, given = config.whole("window_size"), config.any("attention_types")
-    config.any("attention_layers", default=None)  # the same, written out
     try:
         runs = [list(group) * min(count, layers) for group, count in given]
         kinds = [str(kind) for run in runs for kind in run]
@@ -362,6 +361,8 @@ def read_neo(config: Config) -> ModelSpec:
         kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
         raise config.bad("attention_types", given, f"{layers} layers, each global or local")
+    if (written := config.any("attention_layers", default=kinds)) != kinds:
+        raise config.bad("attention_layers", written, "what 'attention_types' says, written out")
     return _read(
         config,
         NEO_KEYS,

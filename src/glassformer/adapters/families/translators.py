@@ -8,6 +8,7 @@ T5 has names of its own, biases by distance in place of positions, and scores wi
 first version ties and scales the head; version 1.1 (Flan) has gates, and a head of its own.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -317,6 +318,10 @@ def read_t5(config: Config) -> ModelSpec:
     tied = config.flag("tie_word_embeddings", default=True)
     scaled = config.flag("scale_decoder_outputs", default=tied)
     word = config.one_of("feed_forward_proj", {name: name for name in T5_FEEDS}, default="relu")
+    act = "gelu_new" if word == "gated-gelu" else word.removeprefix("gated-")
+    for key, wanted in (("dense_act_fn", act), ("is_gated_act", word.startswith("gated-"))):
+        if (found := config.any(key, default=wanted)) != wanted:
+            raise config.bad(key, found, f"{json.dumps(wanted)}, as 'feed_forward_proj' says")
     counts = {
         "encoder": layers,
         "decoder": config.whole("num_decoder_layers", default=layers, most=MOST_LAYERS),
@@ -403,7 +408,7 @@ T5 = Family(
     _t5_names,
     read_t5,
     write_t5,
-    harmless=("dense_act_fn", "is_gated_act", "classifier_dropout", "output_past"),
+    harmless=("classifier_dropout",),
     idle={"is_decoder": False},
     encodes=True,
 )
