@@ -6,6 +6,7 @@ maps the file and reads nothing until it is used; here every number is read once
 not finite. So there are two times: until the model is there, and until all of it was touched.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -92,9 +93,24 @@ def reading(folder: Path, library: str) -> dict[str, float]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def run() -> Iterator[dict[str, object]]:
-    """Rows of parity, of CPU seconds on one thread and of peak memory, libraries in turn."""
-    yield from families.run()
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--only", choices=("families", "gguf", "opening"), help="one of its parts")
+    parser.add_argument("--type", default="", help="one model_type, of families and gguf")
+
+
+def run(*, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Rows of parity, and of opening a folder."""
+    if asked.only in (None, "families"):
+        yield from families.run(asked.type)
+    if asked.only in (None, "gguf"):
+        yield from families.gguf_rows(asked.type)
+    if asked.only in (None, "opening"):
+        yield from opening()
+
+
+def opening() -> Iterator[dict[str, object]]:
+    """Rows of CPU seconds on one thread and of peak memory, libraries in turn."""
     with tempfile.TemporaryDirectory() as place:
         folder, size = make_folder(Path(place))
         found: dict[str, list[dict[str, float]]] = {"glassformer": [], "transformers": []}

@@ -143,7 +143,7 @@ def beside(
         wanted = ours[: len(ids)]
         total += len(ids)
         if ids == wanted and (len(ids) == new or ours[len(ids)] in ends):
-            texts += words == adapter.tokenizer.decode(ids)
+            texts += words == adapter.tokenizer.decode([i for i in ids if i not in ends])
             tokens += len(ids)
             continue
         pairs = zip(ids, wanted, strict=True)

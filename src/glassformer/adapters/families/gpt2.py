@@ -424,7 +424,7 @@ def read_opt(config: Config) -> ModelSpec:
         position=Learned(offset=2),
         bias=biased,
         placement="pre" if before else "post",
-        final=before and not config.flag("_remove_final_layer_norm"),
+        final=not config.flag("_remove_final_layer_norm") and before,
     )
 
 
