@@ -31,7 +31,9 @@ from bench.families import CASES, FIRST, LENGTH, ROOM, Case, module_of, prove
 from glassformer.spec.errors import GlassError
 
 TOLERANCE = 1e-5  # of the largest logit, float32
-ROUNDING = 5e-6  # the same in float64; one bit of a rotary frequency (float32) moved theirs by 1.6e-6
+ROUNDING = (
+    5e-6  # the same in float64; one bit of a rotary frequency (float32) moved theirs by 1.6e-6
+)
 #: The first five are common.
 WORDS = (
     *("gelu", "relu", "silu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu2"),

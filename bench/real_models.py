@@ -3,10 +3,10 @@
 A decoder (a GGUF file or a folder) continues ten texts greedily: logits and tokens are compared
 with transformers', which reads the same file itself, and text in, text out with llama.cpp, which
 also brings its own tokenizer. llama.cpp rounds activations to eight bits beside packed weights, so
-it is run twice: on the file, and on our float32 export of it. Where tokens part, the row says how
-much less likely its token was here. An encoder's states and cosines are compared with
-transformers', and with sentence-transformers' where that is installed. What is exported must open
-in transformers with nothing missing or unexpected.
+it is run twice: on the file, and on the same numbers in float32 (of a folder: on our export). Where
+tokens part, the row says how much less likely its token was here. An encoder's states and cosines
+are compared with transformers', and with sentence-transformers' where that is installed. What is
+exported must open in transformers with nothing missing or unexpected.
 
 Packages that carry real weights, and how to unpack them, are in docs/models-supported.md.
 """
@@ -119,10 +119,35 @@ def decoder(adapter: NativeAdapter, path: Path, new: int) -> Iterator[str]:
         if not installed("xllamacpp"):
             yield "llama.cpp: xllamacpp is not installed"
             return
+        del module
+        file, kind = Path(place) / "f32.gguf", "its numbers in float32"
         if path.is_file():
             yield f"llama.cpp, this file: {beside(adapter, path, prompts, made, new)}"
-        file = export_gguf(adapter, Path(place) / "f32.gguf").folder
-        yield f"llama.cpp, our float32 export: {beside(adapter, file, prompts, made, new)}"
+            unpacked(path, file)
+        else:
+            export_gguf(adapter, file)
+            kind = "our float32 export"
+        yield f"llama.cpp, {kind}: {beside(adapter, file, prompts, made, new)}"
+
+
+def unpacked(path: Path, out: Path) -> None:
+    """Write a GGUF file again with the library alone: tensors in float32, all else as it is."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    fields = {field.name: field for field in reader.fields.values()}
+    writer = gguf.GGUFWriter(out, fields["general.architecture"].contents())
+    for name, field in fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, numbers.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def greedy(adapter: NativeAdapter, prompt: Sequence[int], new: int) -> list[int]:

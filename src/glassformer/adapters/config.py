@@ -17,6 +17,8 @@ from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.options import options_of
 
 FILE = "config.json"
+#: The page that tells how a family, a key or a tensor is added.
+PAGE = "docs/adding-an-architecture.md"
 LIMIT = 10_000_000
 MOST_LAYERS = 1_000
 MOST_POSITIONS = 2**22  # each has a row in a table of positions
@@ -193,7 +195,11 @@ class Config:
     def bad(self, key: str, value: Any, wanted: str) -> FileError:
         """Return the error for an invalid value."""
         shown = json.dumps(value, default=str)[:60]
-        return FileError(f"{self.file}: '{key}' is {shown}, not {wanted}", where=self.where)
+        return FileError(
+            f"{self.file}: '{key}' is {shown}, not {wanted}",
+            where=self.where,
+            hint=f"if the model is meant so: {PAGE} tells how more is read",
+        )
 
     def finish(
         self, *, harmless: Iterable[str] = (), idle: Mapping[str, Any] | None = None
@@ -219,7 +225,7 @@ class Config:
                 f"{self.file} sets what is not handled here: {shown[:300]}",
                 where=self.where,
                 hint="these could change the computation; one that does not can be removed; "
-                "docs/adding-an-architecture.md tells how a key is added",
+                f"{PAGE} tells how a key is added",
             )
 
 

@@ -6,7 +6,7 @@ are exported to its families.
 
 from typing import TypeVar
 
-from glassformer.adapters.config import Config
+from glassformer.adapters.config import PAGE, Config
 from glassformer.adapters.families.encoders import ENCODERS
 from glassformer.adapters.families.experts import (
     GPT_OSS,
@@ -55,9 +55,6 @@ ADAPTERS: dict[str, type[NativeAdapter]] = {}
 
 Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
 
-#: The page that tells how a family is added.
-PAGE = "docs/adding-an-architecture.md"
-
 #: What a `ModelSpec` cannot express, by a key that only such a config has (set, and not 0 or null).
 MISSING = {
     "kv_lora_rank": "latent attention (keys and values compressed to one vector, MLA)",
@@ -70,6 +67,7 @@ MISSING = {
     "conv_L_cache": "short convolutions between attention layers",
     "lru_width": "recurrent layers (RG-LRU)",
     "head_size_divisor": "recurrent layers (RWKV)",
+    "relative_attention": "attention to distances beside the words (DeBERTa)",
     "vision_config": "an encoder of images",
     "audio_config": "an encoder of sound",
     "n_group": "a router that limits experts by groups",
