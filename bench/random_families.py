@@ -321,6 +321,7 @@ def names_a_key(case: Case, message: str, folder: Path) -> bool:
                 yield from keys(value)
 
     words = set(re.findall(r"[A-Za-z_][A-Za-z0-9_.]*", message))
+    words |= {part for word in words for part in word.split(".")}  # attn_config.alibi
     with safe_open(folder / "model.safetensors", "pt") as file:
         return bool(words & ((set(keys(data)) | set(file.keys())) - {"model_type", "type"}))
 

@@ -67,6 +67,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--model", type=Path, action="append", required=True, help="file or folder")
     parser.add_argument("--new", type=int, default=32, help="tokens after each prompt")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the ten")
 
 
 def run(*, asked: argparse.Namespace) -> Iterator[Row]:
@@ -76,8 +77,10 @@ def run(*, asked: argparse.Namespace) -> Iterator[Row]:
             warnings.simplefilter("ignore")
             adapter = load(path)
             assert isinstance(adapter, NativeAdapter)
-            rows = decoder if "next" in adapter.spec.head_names() else encoder
-            for words in rows(adapter, path, asked.new):
+            causal = "next" in adapter.spec.head_names()
+            texts = PROMPTS[: asked.prompts]
+            rows = decoder(adapter, path, texts, asked.new) if causal else encoder(adapter, path)
+            for words in rows:
                 yield said("real_models", path.name, words)
 
 
@@ -96,11 +99,11 @@ def theirs(path: Path, kind: str) -> Any:
 # --- decoders -------------------------------------------------------------------------------------
 
 
-def decoder(adapter: NativeAdapter, path: Path, new: int) -> Iterator[str]:
+def decoder(adapter: NativeAdapter, path: Path, texts: Sequence[str], new: int) -> Iterator[str]:
     """Logits, tokens and texts of a decoder."""
     module = theirs(path, "AutoModelForCausalLM")
     tokenizer = adapter.tokenizer
-    prompts = [list(text_prompt(adapter.spec, tokenizer, text).tokens[0]) for text in PROMPTS]
+    prompts = [list(text_prompt(adapter.spec, tokenizer, text).tokens[0]) for text in texts]
     made = [greedy(adapter, prompt, new) for prompt in prompts]
     rows = [torch.tensor([[*p, *m]]) for p, m in zip(prompts, made, strict=True)]
     gap = max(relative(adapter(ids), module(ids).logits) for ids in rows)
@@ -122,12 +125,12 @@ def decoder(adapter: NativeAdapter, path: Path, new: int) -> Iterator[str]:
         del module
         file, kind = Path(place) / "f32.gguf", "its numbers in float32"
         if path.is_file():
-            yield f"llama.cpp, this file: {beside(adapter, path, prompts, made, new)}"
+            yield f"llama.cpp, this file: {beside(adapter, path, texts, prompts, made)}"
             unpacked(path, file)
         else:
             export_gguf(adapter, file)
             kind = "our float32 export"
-        yield f"llama.cpp, {kind}: {beside(adapter, file, prompts, made, new)}"
+        yield f"llama.cpp, {kind}: {beside(adapter, file, texts, prompts, made)}"
 
 
 def unpacked(path: Path, out: Path) -> None:
@@ -157,12 +160,17 @@ def greedy(adapter: NativeAdapter, prompt: Sequence[int], new: int) -> list[int]
 
 
 def beside(
-    adapter: NativeAdapter, file: Path, prompts: list[list[int]], made: list[list[int]], new: int
+    adapter: NativeAdapter,
+    file: Path,
+    given: Sequence[str],
+    prompts: list[list[int]],
+    made: list[list[int]],
 ) -> str:
     """Compare with llama.cpp's continuation of the texts, which it cuts into tokens itself."""
+    new = len(made[0])
     ends = end_ids(adapter.tokenizer)
     texts, tokens, total, least = 0, 0, 0, 0.0
-    found = completions(file, PROMPTS, new=new, context=256)
+    found = completions(file, given, new=new, context=256)
     for (words, steps), prompt, ours in zip(found, prompts, made, strict=True):
         ids = [step["id"] for step in steps]
         wanted = ours[: len(ids)]
@@ -184,7 +192,7 @@ def beside(
 # --- encoders -------------------------------------------------------------------------------------
 
 
-def encoder(adapter: NativeAdapter, path: Path, new: int) -> Iterator[str]:
+def encoder(adapter: NativeAdapter, path: Path) -> Iterator[str]:
     """Tokens, states and cosines of an encoder."""
     import transformers
 
