@@ -4,6 +4,7 @@ Everything that can be refused is refused by the call, before the first column i
 has ended leaves the batch; its random numbers, limits and constraint never depended on the others.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import NOTHING, make_sampler
+from glassformer.generation.samplers import NOTHING, is_plain, make_sampler, uniforms
 from glassformer.generation.stepper import Stepper
 from glassformer.generation.text_stream import TextStream
 from glassformer.nn.norm import as_float
@@ -183,10 +184,12 @@ def _columns(
     longest = max(row.limit for row in rows)
     logits_BV, past = stepper.start(prompts, room=longest)
     plain = _only_greedy(spec, rows) and not count
+    sampled = _only_sampled(spec, rows) and not count and not logprobs
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):
         ahead, likeliest = False, []
         runs = plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
+        runs = runs or sampled
         if ready:
             chosen, values = ready.pop()
             _check_numbers(chosen, values if logprobs else [])
@@ -226,7 +229,14 @@ def _columns(
         if ahead or ready:
             continue
         tokens_B = torch.from_numpy(np.array([chosen[line] for line in stay], dtype=np.int64))
-        if runs:
+        if sampled:
+            names = [rows[i].name for i in going]
+            some = min(rows[i].limit - rows[i].made for i in going)
+            shares_CB = _shares(spec.seed, names, range(step + 1, step + 1 + some))
+            drawn = stepper.run_sampled(tokens_B, past=past, spec=spec, shares_CB=shares_CB)
+            sampled = drawn is not None
+            ready = [(each, [math.nan] * len(each)) for each in reversed(drawn or [])]
+        elif runs:
             made = stepper.run_greedy(
                 tokens_B,
                 past=past,
@@ -246,6 +256,18 @@ def _only_greedy(spec: DecodeSpec, rows: list[Row]) -> bool:
     """Return True if each token is the likeliest allowed one, and only its id decides what ends."""
     free = all(row.bounded is None for row in rows)
     return spec.greedy and free and spec.repetition_penalty == 1.0 and not spec.stop
+
+
+def _only_sampled(spec: DecodeSpec, rows: list[Row]) -> bool:
+    """Return True if logits and a random number decide each token, and its id alone what ends."""
+    free = all(row.bounded is None for row in rows)
+    return free and is_plain(spec) and not spec.greedy and not spec.stop
+
+
+def _shares(seed: int, names: Sequence[int], steps: range) -> Tensor:
+    """Return the random numbers (C, B) of these rows at these steps."""
+    made = [uniforms([seed] * len(names), names, [step] * len(names)) for step in steps]
+    return torch.tensor(made, dtype=torch.float64)
 
 
 def _check_numbers(tokens: list[int], values: list[float]) -> None:

@@ -42,11 +42,14 @@ def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
     return logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
 
 
-def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
-    """Keep tokens whose strictly likelier ones together have a probability below p (nucleus)."""
+def keep_top_p(logits_BV: Tensor, p: float, *, few: int = _FEW) -> Tensor:
+    """Keep tokens whose strictly likelier ones together have a probability below p (nucleus).
+
+    They are looked for among the `few` likeliest first, which on a GPU waits for the answer.
+    """
     if p >= 1.0:
         return logits_BV
-    vocab, count = logits_BV.shape[-1], _FEW
+    vocab, count = logits_BV.shape[-1], few
     total_B1 = logits_BV.double().logsumexp(-1, keepdim=True)
     while True:  # the likeliest are mostly enough, and sorting all takes a millisecond
         count = min(count, vocab)
@@ -217,12 +220,12 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
     return sample
 
 
-def _kept(x_BV: Tensor, spec: DecodeSpec) -> Tensor:
+def _kept(x_BV: Tensor, spec: DecodeSpec, *, few: int = _FEW) -> Tensor:
     """Apply the temperature and the rules after it."""
     x_BV = scale_by_temperature(x_BV, spec.temperature)
     if spec.top_k is not None:
         x_BV = keep_top_k(x_BV, spec.top_k)
-    x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
+    x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p, few=few), spec.min_p)
     return keep_typical(x_BV, spec.typical_p)
 
 
@@ -240,12 +243,12 @@ def settings_of(spec: DecodeSpec) -> tuple[object, ...]:
 class Together:
     """The sampler of a plain spec for rows of several sequences at once, seeds and steps apart.
 
-    Nothing here waits for a GPU, except a nucleus (`keep_top_p`).
+    Nothing here waits for a GPU, except a nucleus (`keep_top_p`), unless `waits` is False.
     """
 
-    def __init__(self, spec: DecodeSpec) -> None:
+    def __init__(self, spec: DecodeSpec, *, waits: bool = True) -> None:
         assert is_plain(spec)
-        self.spec = spec
+        self.spec, self.waits = spec, waits
         self._closed: Tensor | None = None  # the forbidden ids, on the logits' device
 
     def __call__(self, logits_BV: Tensor, share_B1: Tensor | None) -> Tensor:
@@ -257,4 +260,5 @@ class Together:
         if self.spec.greedy:
             return likeliest(logits_BV)
         assert share_B1 is not None
-        return draw_at(_kept(as_float(logits_BV), self.spec), share_B1)
+        few = _FEW if self.waits else logits_BV.shape[-1]
+        return draw_at(_kept(as_float(logits_BV), self.spec, few=few), share_B1)

@@ -19,10 +19,12 @@ from torch import Tensor
 from glassformer.byhand import cached_forward as byhand
 from glassformer.byhand.model import Model as HandModel
 from glassformer.generation.prompts import Prompts, padded
+from glassformer.generation.samplers import Together, settings_of
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.checks import check_tree
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -102,6 +104,17 @@ class Stepper(ABC):
         step in which a row has one of `ends`; rows may also leave (`reorder`) before its other
         steps have been read. Of equal tokens the first is chosen, never one of `closed`; NOTHING
         (-1) where there is none. The next run begins with the last tokens chosen.
+        """
+        return None
+
+    def run_sampled(
+        self, tokens_B: Tensor, *, past: Any, spec: DecodeSpec, shares_CB: Tensor
+    ) -> list[list[int]] | None:
+        """Add the tokens, then sample those after them, and so on; None: not offered.
+
+        `spec` is plain (`samplers.is_plain`); the C steps have the random numbers `shares_CB`.
+        Return a list of tokens (B) for each step, NOTHING (-1) where none can be chosen. The next
+        run begins with the last tokens chosen.
         """
         return None
 
@@ -288,20 +301,40 @@ class NaiveStepper(Stepper):
 class ReplayedPast:
     """Token ids of one length, filled up to column `column`; `lines` are the rows still wanted."""
 
-    replay: Callable[[], Tensor]
-    tokens_BT: Tensor
-    column: Tensor
+    room: "_Room"
     lines: Tensor
 
     def reorder(self, rows_B: Tensor) -> None:
         self.lines = self.lines[rows_B.to(self.lines.device)]
 
 
+class _Room:
+    """The memory that the launches of one shape read and write.
+
+    `column` is the last column that was read, `next_B` is what is read next, by rows; `done` counts
+    the steps of a run, which has random numbers and keeps its choices here.
+    """
+
+    def __init__(self, batch: int, length: int, device: torch.device) -> None:
+        self.tokens_BT = torch.zeros(batch, length, dtype=torch.int64, device=device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.next_B = self.tokens_BT.new_zeros(batch)
+        self.done = torch.zeros_like(self.column)
+        self.shares_CB = torch.zeros(length, batch, dtype=torch.float64, device=device)
+        self.made_CB = self.tokens_BT.new_zeros(length, batch)
+
+    def read_next(self) -> None:
+        """Write the next tokens behind the last."""
+        self.column += 1
+        self.tokens_BT.index_copy_(1, self.column, self.next_B[:, None])
+
+
 class ReplayedStepper(Stepper):
     """No cache, on a GPU: sequences of the final length at every step, launched as one graph.
 
     For small models, which wait for launches, not for arithmetic, and for stacks of them, which
-    have no fast step. It reads the weights where they are; they may change, but not move.
+    have no fast step. It reads the weights where they are; they may change, but not move. Tokens
+    that are sampled by plain rules are chosen in the same launch.
     """
 
     def __init__(self, model: Model) -> None:
@@ -309,7 +342,9 @@ class ReplayedStepper(Stepper):
             raise InputError("a model with an encoder", hint="use TorchStepper")
         self.model = decodable(model)
         super().__init__(model.spec)
-        self._graphs: dict[tuple[int, int], tuple[Callable[[], Tensor], Tensor, Tensor]] = {}
+        self._rooms: dict[tuple[int, int], _Room] = {}
+        self._launches: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._samplers: dict[tuple[object, ...], Together] = {}
 
     @torch.no_grad()
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, ReplayedPast]:
@@ -317,38 +352,70 @@ class ReplayedStepper(Stepper):
         if inputs.valid_BT is not None:
             raise InputError("prompts of different lengths", hint="use TorchStepper")
         B, length = inputs.tokens_BT.shape
-        shape = B, length + room
-        if shape not in self._graphs:
-            self._graphs[shape] = self._record(*shape, inputs.tokens_BT.device)
-        replay, tokens_BT, column = self._graphs[shape]
-        tokens_BT[:, :length] = inputs.tokens_BT
-        column.fill_(length - 1)
-        past = ReplayedPast(replay, tokens_BT, column, torch.arange(B, device=tokens_BT.device))
-        self.positions += tokens_BT.shape[1]
-        return past.replay(), past
+        shape, device = (B, length + room), inputs.tokens_BT.device
+        if shape not in self._rooms:
+            self._rooms[shape] = _Room(*shape, device)
+        here = self._rooms[shape]
+        here.tokens_BT[:, :length] = inputs.tokens_BT
+        here.column.fill_(length - 1)
+        self.positions += here.tokens_BT.shape[1]
+        past = ReplayedPast(here, torch.arange(B, device=device))
+        return self._launch(here, lambda: self._logits(here))(), past
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor, *, past: ReplayedPast) -> Tensor:
-        self.positions += past.tokens_BT.shape[1]
-        past.column += 1
-        new_B = past.tokens_BT.gather(1, past.column.expand(len(past.tokens_BT), 1))[:, 0]
-        new_B = new_B.index_copy(0, past.lines, tokens_B.to(new_B.device))
-        past.tokens_BT.index_copy_(1, past.column, new_B[:, None])
-        return past.replay()[past.lines]
+        here = past.room
+        self.positions += here.tokens_BT.shape[1]
+        here.next_B.index_copy_(0, past.lines, tokens_B.to(here.next_B.device))
+        here.read_next()
+        return self._launch(here, lambda: self._logits(here))()[past.lines]
 
-    def _record(
-        self, B: int, T: int, device: torch.device
-    ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
-        """Return what computes the logits after a column, and where it reads tokens and column."""
-        tokens_BT = torch.zeros(B, T, dtype=torch.int64, device=device)
-        column = torch.zeros(1, dtype=torch.int64, device=device)
+    @torch.no_grad()
+    def run_sampled(
+        self, tokens_B: Tensor, *, past: ReplayedPast, spec: DecodeSpec, shares_CB: Tensor
+    ) -> list[list[int]] | None:
+        here, steps, settings = past.room, len(shares_CB), settings_of(spec)
+        sampler = self._samplers.setdefault(settings, Together(spec, waits=False))
 
         def compute() -> Tensor:
-            hidden_BTD = self.model.hidden(Inputs(tokens_BT))
-            return self.model.project(hidden_BTD.index_select(1, column)[:, 0], "next")
+            here.read_next()
+            share_B1 = here.shares_CB.index_select(0, here.done)[0][:, None]
+            found_B = sampler(self._logits(here), share_B1)
+            here.made_CB.index_copy_(0, here.done, found_B[None])
+            here.next_B.copy_(found_B.clamp(min=0))  # NOTHING is for the caller to see
+            here.done += 1
+            return here.made_CB
 
-        if device.type != "cuda":
-            return compute, tokens_BT, column
+        launch = self._launch(here, compute, *settings)
+        device = here.next_B.device
+        here.next_B.index_copy_(0, past.lines, tokens_B.to(device))
+        here.shares_CB[:steps].index_copy_(1, past.lines, shares_CB.to(device))
+        here.done.zero_()
+        for _ in range(steps):
+            launch()
+        self.positions += steps * here.tokens_BT.shape[1]
+        made: list[list[int]] = here.made_CB[:steps].index_select(1, past.lines).tolist()
+        return made
+
+    def _logits(self, here: _Room) -> Tensor:
+        """Return the logits after the last column that was read."""
+        hidden_BTD = self.model.hidden(Inputs(here.tokens_BT))
+        return self.model.project(hidden_BTD.index_select(1, here.column)[:, 0], "next")
+
+    def _launch(
+        self, here: _Room, compute: Callable[[], Tensor], *settings: object
+    ) -> Callable[[], Tensor]:
+        """Return what computes this over the memory of its shape: on a GPU, recorded once."""
+        key = (*here.tokens_BT.shape, *settings)
+        if here.tokens_BT.device.type != "cuda":
+            return compute
+        if key not in self._launches:
+            self._launches[key] = self._record(here, compute)
+        return self._launches[key]
+
+    def _record(self, here: _Room, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record a launch; what it writes is put back."""
+        kept = [(x, x.clone()) for x in (here.tokens_BT, here.column, here.next_B, here.done)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -356,13 +423,15 @@ class ReplayedStepper(Stepper):
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits_BV = compute()
+            result = compute()
+        for x, before in kept:
+            x.copy_(before)
 
         def replay() -> Tensor:
             graph.replay()
-            return logits_BV
+            return result
 
-        return replay, tokens_BT, column
+        return replay
 
 
 @dataclass(slots=True)
