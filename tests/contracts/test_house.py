@@ -61,6 +61,7 @@ ONLY_WITH = {
     "glassformer.kernels.triton_decode": "triton",
     "glassformer.kernels.triton_loss": "triton",
     "glassformer.kernels.triton_rows": "triton",
+    "glassformer.kernels.triton_step": "triton",
 }
 WITHOUT_TORCH = ("spec", "budget", "costs", "data", "store", "byhand")
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}

@@ -218,3 +218,46 @@ def test_products_of_some_rows(rows, shape, activation, dtype):
         read = triton_rows.product_of_rows(shown, reader, None, eps=1e-6, counts=counts)
         assert close(read, normed @ reader.double().t())
     assert not counts.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(("n_heads", "n_kv_heads", "width"), [(8, 8, 32), (12, 4, 18), (3, 1, 64)])
+def test_heads_of_one_product_are_cut_apart_and_rotated(n_heads, n_kv_heads, width, by_row, dtype):
+    """Forward and backward against the plain rotation in float64, from other layouts too."""
+    from glassformer.kernels.triton_step import turned_heads
+    from glassformer.nn.position import rotate
+
+    B, T, heads = 3, 37, n_heads + 2 * n_kv_heads
+    joined = draw(B, T, heads * width, dtype=dtype).requires_grad_()
+    angles = draw(*((B, 1) if by_row else ()), T, width // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    shown = turned_heads(joined, cos, sin, n_heads, n_kv_heads)
+    wide = joined.detach().double().requires_grad_()
+    by_head = wide.view(B, T, heads, width).transpose(1, 2)
+    q, k, v = by_head.split((n_heads, n_kv_heads, n_kv_heads), 1)
+    wanted = rotate(q, cos.double(), sin.double()), rotate(k, cos.double(), sin.double()), v
+    grads = [draw(*x.shape, seed=2 + i, dtype=dtype) for i, x in enumerate(wanted)]
+    grads[1] = grads[1].transpose(1, 2).contiguous().transpose(1, 2)
+    (back,) = torch.autograd.grad(shown, joined, grads)
+    (right,) = torch.autograd.grad(wanted, wide, [x.double() for x in grads])
+    limit = 1e-6 if dtype == torch.float32 else 1e-2
+    for ours, theirs in zip((*shown, back), (*wanted, right), strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= limit * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 688, 1021])
+def test_the_gated_unit_of_one_product(width, dtype):
+    from glassformer.kernels.triton_step import gated
+
+    wide = draw(5, 7, 2 * width, dtype=dtype).requires_grad_()
+    exact = wide.detach().double().requires_grad_()
+    shown, wanted = gated(wide), F.silu(exact[..., :width]) * exact[..., width:]
+    grad = draw(5, 7, width, seed=1, dtype=dtype)
+    (back,) = torch.autograd.grad(shown, wide, grad)
+    (right,) = torch.autograd.grad(wanted, exact, grad.double())
+    limit = 1e-6 if dtype == torch.float32 else 1e-2
+    for ours, theirs in ((shown, wanted), (back, right)):
+        assert (ours - theirs).norm() <= limit * theirs.norm()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from glassformer.models.model import build, load_weights, weights_hash, weights_of
+from glassformer.nn import linear
 from glassformer.nn.linear import (
     Linear,
     LoRALinear,
@@ -325,3 +326,25 @@ CHECKS = {
 def test_every_fault_is_caught(fault):
     with planted(fault), pytest.raises((AssertionError, RuntimeError)):
         CHECKS[fault.caught_by]()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_corrected_product_is_the_sum_of_two(bias):
+    """As compiled GPU code computes it, with its gradients: none for what is frozen."""
+    weight, factor, x, low = noise(7, 5), noise(7, 3), noise(2, 4, 5), noise(2, 4, 3)
+    shift = noise(7) if bias else None
+    trained = [part.requires_grad_() for part in (x, low, factor)]
+    one = linear.corrected(x, low, weight, factor, shift)
+    two = torch.nn.functional.linear(x, weight, shift) + low @ factor.T
+    assert torch.allclose(one, two, rtol=0, atol=1e-12)
+    grad = noise(2, 4, 7)
+    for ours, theirs in zip(
+        torch.autograd.grad(one, trained, grad),
+        torch.autograd.grad(two, trained, grad),
+        strict=True,
+    ):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    weight.requires_grad_()
+    assert torch.autograd.grad(
+        linear.corrected(x, low, weight, factor, shift), weight, grad, allow_unused=True
+    ) == (None,)

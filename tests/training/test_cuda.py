@@ -1,6 +1,7 @@
 """On a GPU: the recorded step against the plain one, and a run that uses it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,9 +53,26 @@ def test_the_recorded_step_is_the_plain_step(case):
     assert recorded.recorded.graphs and recorded.steps == plain.steps == 30
 
 
+def test_the_compiled_step_is_the_plain_step(monkeypatch):
+    """With the kernels of a compiled step: heads cut apart and rotated, gate, loss."""
+    monkeypatch.setattr(losses, "FUSED_PIECE", 1)
+    run, task, (_, plain) = pair("lm-modern", "model.decoder.dropout=0", steps=12)
+    compiled = TorchEngine.fresh(run.model, replace(run.train, compile="on"), device="cuda")
+    for ours, theirs in zip(
+        fit(compiled, task, run.train), fit(plain, task, run.train), strict=True
+    ):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_kernel_is_the_formula(dtype, smoothing):
+@pytest.mark.parametrize("held", [True, False])
+def test_the_loss_kernel_is_the_formula(dtype, smoothing, held, monkeypatch):
+    """Rows that one program holds, and those that it reads in pieces."""
+    from glassformer.kernels import triton_loss
+
+    monkeypatch.setattr(triton_loss, "HELD", 16_384 if held else 0)
     torch.manual_seed(0)
     logits = (3 * torch.randn(37, 5120, device="cuda")).to(dtype)
     targets, weights = torch.randint(5003, (37,), device="cuda"), torch.rand(37, device="cuda")

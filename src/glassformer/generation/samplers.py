@@ -53,12 +53,13 @@ def keep_top_p(logits_BV: Tensor, p: float, *, few: int = _FEW) -> Tensor:
     total_B1 = logits_BV.double().logsumexp(-1, keepdim=True)
     while True:  # the likeliest are mostly enough, and sorting all takes a millisecond
         count = min(count, vocab)
-        sorted_BK = logits_BV.topk(count).values
+        every = count == vocab
+        sorted_BK = (logits_BV.sort(descending=True) if every else logits_BV.topk(count)).values
         chance_BK = (sorted_BK.double() - total_B1).exp()
         before_BK = chance_BK.cumsum(-1) - chance_BK
         before_BK[:, 0] = 0.0  # the difference may round to something
         dropped_BK = before_BK >= p
-        if count == vocab or bool(dropped_BK[:, -1].all()):
+        if every or bool(dropped_BK[:, -1].all()):
             break
         count = vocab
     least_B1 = sorted_BK.masked_fill(dropped_BK, math.inf).amin(-1, keepdim=True)

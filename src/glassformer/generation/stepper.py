@@ -360,7 +360,7 @@ class ReplayedStepper(Stepper):
         here.column.fill_(length - 1)
         self.positions += here.tokens_BT.shape[1]
         past = ReplayedPast(here, torch.arange(B, device=device))
-        return self._launch(here, lambda: self._logits(here))(), past
+        return self._logits(here), past
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor, *, past: ReplayedPast) -> Tensor:

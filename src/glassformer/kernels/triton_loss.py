@@ -1,7 +1,8 @@
-"""A Triton kernel of the loss on a GPU: cross-entropy of rows of logits, and its gradient in place.
+"""Triton kernels of the loss on a GPU: cross-entropy of rows of logits, and its gradient in place.
 
-A row is read twice and written once: the first pass keeps a running maximum and sum, the second
-replaces each logit by its gradient. Sums are in float32.
+A row that one program can hold is read once and written once. A longer one is read twice: the first
+pass keeps a running maximum and sum, the second replaces each logit by its gradient. Sums are in
+float32.
 """
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 
 # M rows, V classes, P >= V columns in memory
 
-BLOCK, WARPS = 2048, 8
+#: Columns that one program holds at most, and how many one of its warps does.
+HELD, HELD_BY_WARP = 16_384, 1_024
+#: Columns of a piece of a longer row, the pieces that are looked at together, and the warps.
+BLOCK, PIECES, WARPS = 2_048, 4, 8
 
 
 @triton.jit
-def _loss_rows(
+def _loss_row(
     logits_ptr, stride, columns, classes, targets_ptr, weights_ptr, sums_ptr, smoothing,
     SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -23,23 +27,52 @@ def _loss_rows(
     at = logits_ptr + row * stride
     target = tl.load(targets_ptr + row)
     weight = tl.load(weights_ptr + row)
+    wanted_logit = tl.load(at + target).to(tl.float32)  # before any thread writes
+    i = tl.arange(0, BLOCK)
+    x = tl.load(at + i, i < classes, float("-inf")).to(tl.float32)
+    most = tl.max(x, 0)
+    share = tl.exp(x - most)
+    total = tl.sum(share, 0)
+    lse = most + tl.log(total)
+    nll = lse - wanted_logit
+    tl.store(sums_ptr + row * 2, nll * weight)
+    loss = nll
+    if SMOOTH:
+        mean = tl.sum(tl.where(i < classes, x, 0.0), 0) / classes
+        loss = (1 - smoothing) * nll + smoothing * (lse - mean)
+    tl.store(sums_ptr + row * 2 + 1, loss * weight)
+    wanted = tl.where(i == target, 1.0 - smoothing, 0.0) + smoothing / classes
+    gradient = tl.where(i < classes, (share * (1.0 / total) - wanted) * weight, 0.0)
+    tl.store(at + i, gradient.to(logits_ptr.dtype.element_ty), i < columns)
+
+
+@triton.jit
+def _loss_long_row(
+    logits_ptr, stride, columns, classes, targets_ptr, weights_ptr, sums_ptr, smoothing,
+    SMOOTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits_ptr + row * stride
+    target = tl.load(targets_ptr + row)
+    weight = tl.load(weights_ptr + row)
+    wanted_logit = tl.load(at + target).to(tl.float32)  # before any thread writes
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, classes, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
+    piece = tl.arange(0, PIECES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for number in range(tl.cdiv(classes, PIECES * BLOCK)):
+        i = number * PIECES * BLOCK + piece
         x = tl.load(at + i, i < classes, float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, x)
+        higher = tl.maximum(top, tl.max(x, 0))
         # A column that was empty so far has nothing to rescale: -inf - -inf would be NaN.
-        total = tl.where(higher == float("-inf"), 0.0, total * tl.exp(top - higher)) + tl.where(
-            i < classes, tl.exp(x - higher), 0.0
-        )
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), 0)
         top = higher
         if SMOOTH:
-            plain += tl.where(i < classes, x, 0.0)
+            plain += tl.sum(tl.where(i < classes, x, 0.0), 0)
     most = tl.max(top, 0)
-    lse = most + tl.log(tl.sum(tl.where(top == float("-inf"), 0.0, total * tl.exp(top - most)), 0))
-    nll = lse - tl.load(at + target).to(tl.float32)
+    lse = most + tl.log(tl.sum(total * tl.exp(top - most), 0))
+    nll = lse - wanted_logit
     tl.store(sums_ptr + row * 2, nll * weight)
     loss = nll
     if SMOOTH:
@@ -63,10 +96,16 @@ def loss_rows(
     """
     assert logits_MP.stride(1) == 1
     sums_M2 = torch.empty(len(logits_MP), 2, dtype=torch.float32, device=logits_MP.device)
-    _loss_rows[(len(logits_MP),)](
-        logits_MP, logits_MP.stride(0), logits_MP.shape[1], classes, targets_M, weights_M, sums_M2,
-        smoothing, SMOOTH=smoothing > 0, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    columns, smooth = logits_MP.shape[1], smoothing > 0
+    given = logits_MP, logits_MP.stride(0), columns, classes, targets_M, weights_M, sums_M2
+    if columns <= HELD:
+        block = triton.next_power_of_2(columns)
+        warps = max(1, block // HELD_BY_WARP)
+        _loss_row[(len(logits_MP),)](*given, smoothing, SMOOTH=smooth, BLOCK=block, num_warps=warps)
+    else:
+        _loss_long_row[(len(logits_MP),)](
+            *given, smoothing, SMOOTH=smooth, BLOCK=BLOCK, PIECES=PIECES, num_warps=WARPS
+        )
     return sums_M2
 
 

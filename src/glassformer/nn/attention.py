@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.nn.cache import Cache
-from glassformer.nn.linear import Linear, side_by_side
+from glassformer.nn.linear import (
+    HAS_TRITON,
+    TRITON_DTYPES,
+    Linear,
+    joined_product,
+    side_by_side,
+)
 from glassformer.nn.mask import Mask, Packed
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import rotate
@@ -255,9 +261,13 @@ class MultiHeadAttention(nn.Module):
         taps: TapsAt | None = None,
     ) -> Tensor:
         if context_BSD is None:
-            q_BTD, *kv = side_by_side(x_BTD, (self.q_proj, self.k_proj, self.v_proj))
-            q_BNTH = self._by_head(q_BTD, self.q_norm, rotation)
-            k_BKSH, v_BKSH = self._by_head(kv[0], self.k_norm, rotation), self._by_head(kv[1])
+            turned = self._turned(x_BTD, rotation)
+            if turned is not None:
+                q_BNTH, k_BKSH, v_BKSH = turned
+            else:
+                q_BTD, *kv = side_by_side(x_BTD, (self.q_proj, self.k_proj, self.v_proj))
+                q_BNTH = self._by_head(q_BTD, self.q_norm, rotation)
+                k_BKSH, v_BKSH = self._by_head(kv[0], self.k_norm, rotation), self._by_head(kv[1])
             if cache is not None:
                 k_BKSH, v_BKSH = cache.extend(layer, k_BKSH, v_BKSH)
         elif cache is None:
@@ -295,6 +305,26 @@ class MultiHeadAttention(nn.Module):
         """Return k_BKSH, normalised and rotated, and v_BKSH."""
         k_BKSH = self._by_head(self.k_proj(context_BSD), self.k_norm, rotation)
         return k_BKSH, self._by_head(self.v_proj(context_BSD))
+
+    def _turned(
+        self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return rotated queries and keys, and values, by one product and one kernel; None outside
+        code that is compiled for a GPU, and where heads are more than rotated.
+        """
+        if not HAS_TRITON or rotation is None or 2 * rotation[0].shape[-1] != self.d_head:
+            return None
+        if self.q_norm is not None or self.k_norm is not None:
+            return None
+        joined_BTR = joined_product(x_BTD, (self.q_proj, self.k_proj, self.v_proj))
+        if joined_BTR is None or joined_BTR.dtype not in TRITON_DTYPES:
+            return None
+        from glassformer.kernels.triton_step import turned_heads
+
+        N, K = (part.d_out // self.d_head for part in (self.q_proj, self.k_proj))
+        cos, sin = (table.float() for table in rotation)
+        heads: tuple[Tensor, Tensor, Tensor] = turned_heads(joined_BTR, cos, sin, N, K)
+        return heads
 
     def _by_head(
         self,

@@ -15,13 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn.linear import Linear, side_by_side
+from glassformer.nn.linear import (
+    HAS_TRITON,
+    TRITON_DTYPES,
+    Linear,
+    joined_product,
+    side_by_side,
+)
 from glassformer.nn.taps import TapsAt, tap
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import GROUP_ROWS
 
-# B batch, T length, D d_model, F d_ff
+# B batch, T length, D d_model, F d_ff, W = 2 F
 
 
 def activate(x_BTF: Tensor, activation: str) -> Tensor:
@@ -79,13 +85,29 @@ class SwiGLU(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
-        gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
-        if self.clamp is None:
-            hidden_BTF = activate(gate_BTF, self.activation) * up_BTF
-        else:
-            hidden_BTF = clamped_product(gate_BTF, up_BTF, self.clamp)
+        hidden_BTF = self._gated(x_BTD)
+        if hidden_BTF is None:
+            gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
+            if self.clamp is None:
+                hidden_BTF = activate(gate_BTF, self.activation) * up_BTF
+            else:
+                hidden_BTF = clamped_product(gate_BTF, up_BTF, self.clamp)
         hidden_BTF = tap(taps, "hidden", hidden_BTF)
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
+
+    def _gated(self, x_BTD: Tensor) -> Tensor | None:
+        """Return silu(gate(x)) * up(x) by one product and one kernel; None outside code that is
+        compiled for a GPU, and for another gate.
+        """
+        if not HAS_TRITON or self.clamp is not None or self.activation != "silu":
+            return None
+        wide_BTW = joined_product(x_BTD, (self.gate_proj, self.up_proj))
+        if wide_BTW is None or wide_BTW.dtype not in TRITON_DTYPES:
+            return None
+        from glassformer.kernels.triton_step import gated
+
+        hidden_BTF: Tensor = gated(wide_BTW)
+        return hidden_BTF
 
 
 def build_ffn(ffn: spec.MLP | spec.SwiGLU, d_model: int, *, dropout: float = 0.0) -> MLP | SwiGLU:

@@ -8,9 +8,10 @@ them; its factors are named as `lora_manifest` says. B starts at zero: a fresh c
 nothing. Over packed weights it is QLoRA (Dettmers and others, 2023).
 """
 
+import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,10 @@ from glassformer.spec.init import Constant, Gaussian, Uniform
 from glassformer.spec.manifest import Parameter
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import LoRA, lora_manifest, lora_targets
+
+#: Kernels of our own for a GPU are written in Triton, and compute in these formats.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Linear(nn.Module):
@@ -65,21 +70,34 @@ def missing_widths(x: Tensor, weight_OI: Tensor) -> tuple[int, int]:
 def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Return the product of one input with each of some parts; compiled for a GPU, as one product.
 
-    The compiler joins the weights where it casts them. That saves launches and is worth it for
-    small weights; with large ones, what reads a slice of the result loses more. Parts that are more
-    than a `Linear`, such as one with a low-rank adapter, are called one by one.
+    That saves launches and is worth it for small weights; with large ones, what reads a slice of
+    the result loses more.
     """
     plain = [part for part in parts if type(part) is Linear]
     small = sum(part.weight.numel() for part in plain) <= GPU_JOINED
-    if not (torch.compiler.is_compiling() and x.is_cuda and small and len(plain) == len(parts)):
+    joined = joined_product(x, parts) if small else None
+    if joined is None:
         return tuple(part(x) for part in parts)
+    outputs: tuple[Tensor, ...] = joined.split([part.d_out for part in plain], dim=-1)
+    return outputs
+
+
+def joined_product(x: Tensor, parts: Sequence[nn.Module]) -> Tensor | None:
+    """Return the products of one input with some parts, side by side, as one; None outside code
+    that is compiled for a GPU, and for parts that are more than a `Linear`, such as one with a
+    low-rank adapter.
+
+    The compiler joins the weights where it casts them.
+    """
+    plain = [part for part in parts if type(part) is Linear]
+    if not (torch.compiler.is_compiling() and x.is_cuda and len(plain) == len(parts)):
+        return None
     weight = torch.cat([part.weight for part in plain])
     bias = None
     if any(part.bias is not None for part in plain):
         zeros = weight.new_zeros
         bias = torch.cat([zeros(p.d_out) if p.bias is None else p.bias for p in plain])
-    outputs: tuple[Tensor, ...] = linear(x, weight, bias).split([p.d_out for p in plain], dim=-1)
-    return outputs
+    return linear(x, weight, bias)
 
 
 class PackedWeight(nn.Module, ABC):
@@ -141,6 +159,54 @@ def initialise(
 # R rank
 
 
+def missing_width(x: Tensor, low_R: Tensor) -> int:
+    """Return by how much x and its image of low rank, side by side, miss a GPU's width."""
+    return -(x.shape[-1] + low_R.shape[-1]) % GPU_WIDTHS
+
+
+def corrected(
+    x: Tensor, low_R: Tensor, weight_OI: Tensor, factor_OR: Tensor, bias_O: Tensor | None
+) -> Tensor:
+    """Return x W^T + b + low F^T as one product: nothing of width O is added afterwards.
+
+    W and b are frozen. In the precision of autocast, where it is on.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    bias_O = None if bias_O is None else bias_O.to(dtype)
+    operands = (x.to(dtype), low_R.to(dtype), weight_OI.to(dtype), factor_OR.to(dtype), bias_O)
+    product: Callable[..., Tensor] = _Corrected.apply
+    return product(*operands)
+
+
+class _Corrected(torch.autograd.Function):
+    """y = [x, low] [W, F]^T + b.  =>  [dx, dlow] = dy [W, F],  dF = dy^T low.
+
+    Autograd would also compute the gradient of W, which is frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        low_R: Tensor,
+        weight_OI: Tensor,
+        factor_OR: Tensor,
+        bias_O: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(low_R, weight_OI, factor_OR)
+        both = torch.cat((weight_OI, factor_OR), dim=1)
+        return F.linear(torch.cat((x, low_R), dim=-1), both, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        low_R, weight_OI, factor_OR = ctx.saved_tensors
+        both = grad @ torch.cat((weight_OI, factor_OR), dim=1)
+        grad_x, grad_low = both.split((weight_OI.shape[1], factor_OR.shape[1]), dim=-1)
+        grad_factor = grad.flatten(0, -2).T @ low_R.flatten(0, -2)
+        return grad_x, grad_low, None, grad_factor, None
+
+
 class LoRALinear(nn.Module):
     """y = W x + b + (alpha / R) B A dropout(x); W and b are those of the layer it corrects."""
 
@@ -156,6 +222,11 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low_R = self.lora_A(F.dropout(x, self.dropout, self.training))
+        frozen = not (
+            self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        )
+        if torch.compiler.is_compiling() and x.is_cuda and frozen and not missing_width(x, low_R):
+            return corrected(x, low_R, self.weight, self.scale * self.lora_B.weight, self.bias)
         low: Tensor = self.lora_B(low_R) * self.scale
         return F.linear(x, self.weight, self.bias) + low
 

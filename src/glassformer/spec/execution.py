@@ -21,6 +21,8 @@ PIECE = 1 << 25
 CHUNK = 1 << 23
 #: The same for a step that is recorded on a GPU, where the gradient is taken at once instead.
 RECORDED_PIECE = 1 << 28
+#: Compiled for a GPU, the gradient of so many logits is taken at once even if they are one chunk.
+FUSED_PIECE = 1 << 24
 #: An expert's group of tokens is filled up to a multiple of this many rows. Matrix products of
 #: fewer than four rows round differently on a CPU; filled up, a token's result does not depend on
 #: how many others chose the same expert, and changing the future changes no bit of the past (seen

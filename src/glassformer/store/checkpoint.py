@@ -163,11 +163,11 @@ def _write_hashed(path: Path, data: Contents) -> dict[str, Any]:
     return write_hashed(path, [data] if isinstance(data, bytes) else data)
 
 
-def write_hashed(path: Path, pieces: Iterable[bytes]) -> dict[str, Any]:
+def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file of these pieces, synced; return its size and its SHA-256."""
     total, size = hashlib.sha256(), 0
 
-    def hashed() -> Iterator[bytes]:
+    def hashed() -> Iterator[bytes | memoryview]:
         nonlocal size
         for piece in pieces:
             total.update(piece)

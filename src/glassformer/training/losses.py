@@ -9,7 +9,6 @@ are large and one product makes them, their gradient is taken chunk by chunk in 
 they are never all there and nothing is computed twice; other heads compute each chunk again.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,14 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
 from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
-from glassformer.nn.linear import Linear
+from glassformer.nn.linear import HAS_TRITON, TRITON_DTYPES, Linear
 from glassformer.nn.norm import as_float
-from glassformer.spec.execution import CHUNK, GPU_CLASSES, PIECE, RECORDED_PIECE
+from glassformer.spec.execution import (
+    CHUNK,
+    FUSED_PIECE,
+    GPU_CLASSES,
+    PIECE,
+    RECORDED_PIECE,
+)
 from glassformer.spec.model import NextHead
 
 # B batch, T length, D d_model, M rows that count, V logits
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class LossSums(NamedTuple):
@@ -117,9 +120,18 @@ def fixed_loss(
         rows_MD = rows_MD[rows_M]
     step = max(1, RECORDED_PIECE // model.spec.head_size(head))
     plain = _plain_head(model, head)
-    if len(rows_MD) <= step or plain is None:
+    many = len(rows_MD) > step or _by_one_kernel(rows_MD, model.spec.head_size(head))
+    if plain is None or not many:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
     return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
+
+
+def _by_one_kernel(rows_MD: Tensor, classes: int) -> bool:
+    """Return True if logits and their gradient are to share memory although they all fit: one
+    kernel of ours then reads and writes them once. Only in compiled code, which has Triton loaded.
+    """
+    ours = HAS_TRITON and rows_MD.is_cuda and rows_MD.dtype in TRITON_DTYPES
+    return ours and torch.compiler.is_compiling() and len(rows_MD) * classes >= FUSED_PIECE
 
 
 def _in_chunks(
@@ -195,7 +207,8 @@ class _ChunkedLoss(torch.autograd.Function):
             sums.append(sums_C2.sum(0))
             grad_rows.append(grad_CP @ weight_PD)
             if trains[0]:
-                part_PD = as_float(grad_CP.T @ x_CD)
+                part_PD = grad_CP.T @ x_CD
+                part_PD = part_PD if pieces == 1 else as_float(part_PD)
                 grad_weight = part_PD if grad_weight is None else grad_weight + part_PD
             if trains[1]:
                 part_P = as_float(grad_CP).sum(0)
@@ -230,7 +243,7 @@ def loss_and_gradient(
 
     On a GPU one kernel writes the gradient over the logits.
     """
-    if logits_CP.is_cuda and logits_CP.dtype != torch.float64 and HAS_TRITON:
+    if logits_CP.is_cuda and logits_CP.dtype in TRITON_DTYPES and HAS_TRITON:
         from glassformer.kernels.triton_loss import loss_rows
 
         sums_C2 = loss_rows(logits_CP, targets_C, weights_C, classes, smoothing)

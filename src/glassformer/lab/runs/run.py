@@ -60,9 +60,9 @@ from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
 from glassformer.store.checkpoint import Contents
 from glassformer.store.rundir import RunDirectory, cache_folder
-from glassformer.store.tensors import Deferred, TensorPieces, read_tensors, tensor_bytes
+from glassformer.store.tensors import Deferred, TensorPieces, read_tensors
 from glassformer.training.distributed import DistributedEngine
-from glassformer.training.engine import Array, Arrays
+from glassformer.training.engine import Array
 from glassformer.training.fit import StepRecord, fit
 
 
@@ -503,7 +503,7 @@ class TrainingRun:
             return
         if not self.directory.writes:
             return
-        write = self._snapshot(self.engine.state(), self.engine.weights())
+        write = self._snapshot(TensorPieces(self.engine.state()), self.engine.weights())
         if self.device == "cpu":
             yield write()
         else:
@@ -516,7 +516,7 @@ class TrainingRun:
             yield saving.result()
 
     def _snapshot(
-        self, moments: Arrays | TensorPieces, weights: Mapping[str, Array | Deferred]
+        self, moments: TensorPieces, weights: Mapping[str, Array | Deferred]
     ) -> Callable[[], Saved]:
         """Copy everything else that a checkpoint holds; return what writes it.
 
@@ -539,9 +539,7 @@ class TrainingRun:
         def write() -> Saved:
             files: dict[str, Contents] = {
                 "state.json": text,
-                "state.safetensors": tensor_bytes(moments)
-                if isinstance(moments, dict)
-                else moments,
+                "state.safetensors": moments,
                 "run.json": to_json(self.spec).encode(),
                 **self.files,
             }

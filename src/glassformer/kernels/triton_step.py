@@ -1,0 +1,217 @@
+"""Triton kernels of a compiled training step: heads cut apart and rotated, and the gated unit.
+
+One product makes queries, keys and values side by side, and another gate and up. The compiler of
+torch undoes this in the backward with a condition for every number, and reads and writes numbers
+one by one: joining and rotating back the gradients of 8,192 rows of 768 took 52 us on an H200. The
+kernels here know which columns they are at, and take a fifth of that.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# B batch, T length, M = B * T, N query heads, K key-value heads, R = (N + 2 K) H, H d_head, F d_ff
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: A program's rows and heads, or its rows and columns of a gated unit.
+ROWS, HEADS = 16, 4
+GATED_ROWS, GATED_COLUMNS = 4, 512
+
+
+@triton.jit
+def _turn(
+    joined_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, n_rows, length, n_heads, n_kv_heads,
+    joined_row, table_batch, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    part = tl.program_id(1)
+    i = tl.arange(0, BLOCK)[None, None, :]
+    of_queries = tl.cdiv(n_heads, HEADS)
+    of_keys = tl.cdiv(n_kv_heads, HEADS)
+    if part < of_queries:
+        ptr, batch, row, head = q_ptr, q_batch, q_row, q_head
+        first, count, before = part * HEADS, n_heads, 0
+    elif part < of_queries + of_keys:
+        ptr, batch, row, head = k_ptr, k_batch, k_row, k_head
+        first, count, before = (part - of_queries) * HEADS, n_kv_heads, n_heads
+    else:
+        ptr, batch, row, head = v_ptr, v_batch, v_row, v_head
+        first = (part - of_queries - of_keys) * HEADS
+        count, before = n_kv_heads, n_heads + n_kv_heads
+    h = (first + tl.arange(0, HEADS))[None, :, None]
+    there = (r < n_rows) & (h < count) & (i < HALF)
+    b = r // length
+    t = r % length
+    inside = joined_ptr + r.to(tl.int64) * joined_row + (before + h) * 2 * HALF + i
+    outside = ptr + b.to(tl.int64) * batch + t * row + h * head + i
+    angle = b * table_batch + t * HALF + i
+    in_table = (r < n_rows) & (i < HALF) & (part < of_queries + of_keys)
+    cos = tl.load(cos_ptr + angle, in_table, 1.0)  # values stay as they are
+    sin = tl.load(sin_ptr + angle, in_table, 0.0)
+    if BACK:
+        x = tl.load(outside, there, 0.0).to(tl.float32)
+        y = tl.load(outside + HALF, there, 0.0).to(tl.float32)
+        element = joined_ptr.dtype.element_ty
+        tl.store(inside, (x * cos + y * sin).to(element), there)
+        tl.store(inside + HALF, (y * cos - x * sin).to(element), there)
+    else:
+        x = tl.load(inside, there, 0.0).to(tl.float32)
+        y = tl.load(inside + HALF, there, 0.0).to(tl.float32)
+        element = ptr.dtype.element_ty
+        tl.store(outside, (x * cos - y * sin).to(element), there)
+        tl.store(outside + HALF, (y * cos + x * sin).to(element), there)
+
+
+def _launch_turn(
+    joined_BTR: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    back: bool,
+) -> None:
+    (B, T, _), (_, N, _, H), K = joined_BTR.shape, heads[0].shape, heads[1].shape[1]
+    assert joined_BTR.stride(2) == 1 and joined_BTR.stride(0) == T * joined_BTR.stride(1)
+    assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[-1] == H // 2
+    strides = [x.stride(axis) for x in heads for axis in (0, 2, 1)]
+    grid = (triton.cdiv(B * T, ROWS), triton.cdiv(N, HEADS) + 2 * triton.cdiv(K, HEADS))
+    _turn[grid](
+        joined_BTR, *heads, cos, sin, B * T, T, N, K, joined_BTR.stride(1),
+        0 if cos.ndim == 2 else T * (H // 2), *strides,
+        HALF=H // 2, BLOCK=triton.next_power_of_2(H // 2), ROWS=ROWS, HEADS=HEADS, BACK=back,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("glassformer::turned_heads", mutates_args=())
+def turned_heads(
+    joined_BTR: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q_BNTH and k_BKTH, rotated, and v_BKTH of a product that made them side by side.
+
+    cos and sin are (T, H/2), or (B, 1, T, H/2) where positions differ by row, in float32.
+    """
+    heads = _new_heads(joined_BTR, n_heads, n_kv_heads)
+    _launch_turn(joined_BTR.contiguous(), heads, cos.contiguous(), sin.contiguous(), back=False)
+    return heads
+
+
+def _new_heads(joined_BTR: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, R = joined_BTR.shape
+    H = R // (n_heads + 2 * n_kv_heads)
+    q, k, v = (joined_BTR.new_empty(B, T, n, H) for n in (n_heads, n_kv_heads, n_kv_heads))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+turned_heads.register_fake(
+    lambda joined_BTR, cos, sin, n_heads, n_kv_heads: _new_heads(joined_BTR, n_heads, n_kv_heads)
+)
+
+
+@torch.library.custom_op("glassformer::joined_heads", mutates_args=())
+def joined_heads(
+    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Return gradients side by side again, rotated back: the transpose of `turned_heads`."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q_BNTH, k_BKTH, v_BKTH))
+    joined_BTR = _new_joined(q_BNTH, k_BKTH)
+    _launch_turn(joined_BTR, (q, k, v), cos.contiguous(), sin.contiguous(), back=True)
+    return joined_BTR
+
+
+def _new_joined(q_BNTH: Tensor, k_BKTH: Tensor) -> Tensor:
+    B, N, T, H = q_BNTH.shape
+    return q_BNTH.new_empty(B, T, (N + 2 * k_BKTH.shape[1]) * H)
+
+
+joined_heads.register_fake(lambda q_BNTH, k_BKTH, v_BKTH, cos, sin: _new_joined(q_BNTH, k_BKTH))
+
+
+def _keep_table(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _turn_back(ctx, *gradients):  # type: ignore[no-untyped-def]
+    return joined_heads(*gradients, *ctx.saved_tensors), None, None, None, None
+
+
+turned_heads.register_autograd(_turn_back, setup_context=_keep_table)
+
+
+# --- the gated unit -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gate(
+    wide_ptr, hidden_ptr, grad_ptr, n_rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    c = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    there = (r < n_rows) & (c < width)
+    both = r * 2 * width + c
+    gate = tl.load(wide_ptr + both, there, 0.0).to(tl.float32)
+    up = tl.load(wide_ptr + both + width, there, 0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    if BACK:
+        grad = tl.load(hidden_ptr + r * width + c, there, 0.0).to(tl.float32)
+        element = grad_ptr.dtype.element_ty
+        slope = share * (1.0 + gate * (1.0 - share))
+        tl.store(grad_ptr + both, (grad * up * slope).to(element), there)
+        tl.store(grad_ptr + both + width, (grad * gate * share).to(element), there)
+    else:
+        hidden = (gate * share * up).to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + r * width + c, hidden, there)
+
+
+def _launch_gate(wide: Tensor, hidden: Tensor, grad: Tensor | None) -> None:
+    assert wide.is_contiguous() and hidden.is_contiguous()
+    width = hidden.shape[-1]
+    rows = hidden.numel() // width
+    grid = (triton.cdiv(rows, GATED_ROWS), triton.cdiv(width, GATED_COLUMNS))
+    _gate[grid](
+        wide, hidden, grad, rows, width, ROWS=GATED_ROWS, COLUMNS=GATED_COLUMNS,
+        BACK=grad is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("glassformer::gated", mutates_args=())
+def gated(wide: Tensor) -> Tensor:
+    """Return silu(gate) * up (..., F) of a product that made both side by side (..., 2 F)."""
+    hidden = _half_as_wide(wide)
+    _launch_gate(wide.contiguous(), hidden, None)
+    return hidden
+
+
+def _half_as_wide(wide: Tensor) -> Tensor:
+    return wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2)
+
+
+gated.register_fake(_half_as_wide)
+
+
+@torch.library.custom_op("glassformer::gated_backward", mutates_args=())
+def gated_backward(wide: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of gate and up, side by side."""
+    made = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    _launch_gate(wide.contiguous(), grad.contiguous(), made)
+    return made
+
+
+gated_backward.register_fake(
+    lambda wide, grad: torch.empty_like(wide, memory_format=torch.contiguous_format)
+)
+
+
+def _keep_wide(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _ungate(ctx, grad):  # type: ignore[no-untyped-def]
+    return gated_backward(*ctx.saved_tensors, grad)
+
+
+gated.register_autograd(_ungate, setup_context=_keep_wide)
