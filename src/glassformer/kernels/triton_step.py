@@ -130,11 +130,11 @@ def _new_joined(q_BNTH: Tensor, k_BKTH: Tensor) -> Tensor:
 joined_heads.register_fake(lambda q_BNTH, k_BKTH, v_BKTH, cos, sin: _new_joined(q_BNTH, k_BKTH))
 
 
-def _keep_table(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _keep_table(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[1:3])
 
 
-def _turn_back(ctx, *gradients):  # type: ignore[no-untyped-def]
+def _turn_back(ctx, *gradients):
     return joined_heads(*gradients, *ctx.saved_tensors), None, None, None, None
 
 
@@ -206,11 +206,11 @@ gated_backward.register_fake(
 )
 
 
-def _keep_wide(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _keep_wide(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _ungate(ctx, grad):  # type: ignore[no-untyped-def]
+def _ungate(ctx, grad):
     return gated_backward(*ctx.saved_tensors, grad)
 
 
