@@ -1,9 +1,9 @@
 """Training steps: ours beside plain PyTorch and transformers; the complete loop beside its step.
 
-Llama shapes of 0.3 to 124 M parameters, the same batches, AdamW, bf16 on a GPU and float32 on a
-CPU. Every side runs blocks of steps in turn; a row is the median time of one step. FLOPs are
-6 N + 12 L D T a token. The loop is a run as `glass train` makes it, with evaluations, samples,
-probes and checkpoints.
+Llama shapes of 0.3 to 124 M parameters, and GPT-2's, the same batches, AdamW, bf16 on a GPU and
+float32 on a CPU. Every side runs blocks of steps in turn; a row is the median time of one step.
+FLOPs are 6 N + 12 L D T a token. The loop is a run as `glass train` makes it, with evaluations,
+samples, probes and checkpoints.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +30,14 @@ from glassformer.models.model import build
 from glassformer.nn.linear import apply_lora
 from glassformer.spec import presets
 from glassformer.spec.manifest import count_parameters
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import ModelSpec, NextHead
 from glassformer.spec.train import AdamW, LoRA, TrainSpec
 from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
 
 
 class Size(NamedTuple):
-    """A Llama shape with tied embeddings, and its batch."""
+    """A Llama shape, or GPT-2's, with tied embeddings, and its batch."""
 
     vocab: int
     width: int
@@ -46,9 +46,20 @@ class Size(NamedTuple):
     heads: int
     batch: int
     length: int
+    family: Literal["llama", "gpt2"] = "llama"
 
     def spec(self) -> ModelSpec:
         """The model as ours."""
+        if self.family == "gpt2":
+            made = presets.core(
+                vocab_size=self.vocab,
+                d_model=self.width,
+                d_ff=self.ff,
+                n_layers=self.layers,
+                n_heads=self.heads,
+                max_seq_len=self.length,
+            )
+            return replace(made, heads=(NextHead(tied=True),))
         return presets.modern_lm(
             vocab_size=self.vocab,
             d_model=self.width,
@@ -70,9 +81,12 @@ SIZES = {
     "3 M": Size(4_000, 192, 512, 6, 6, 32, 256),
     "10 M": Size(16_000, 256, 688, 8, 8, 32, 256),
     "124 M": Size(50_257, 768, 2_048, 12, 12, 32, 1_024),
+    "GPT-2": Size(50_257, 768, 3_072, 12, 12, 32, 1_024, "gpt2"),
 }
+#: Sizes for a GPU alone.
+LARGE = ("124 M", "GPT-2")
 #: Steps of a block, and blocks.
-STEPS, ROUNDS = {"0.3 M": 50, "3 M": 30, "10 M": 30, "124 M": 8}, 7
+STEPS, ROUNDS = {"0.3 M": 50, "3 M": 30, "10 M": 30, "124 M": 8, "GPT-2": 8}, 7
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -142,10 +156,15 @@ class Plain(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def llama(size: Size) -> nn.Module:
+def theirs(size: Size) -> nn.Module:
     """transformers' model of the same shape."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+    if size.family == "gpt2":
+        sizes = {"n_embd": size.width, "n_inner": size.ff, "n_layer": size.layers}
+        without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        about = {"vocab_size": size.vocab, "n_positions": size.length, "n_head": size.heads}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **without, **about, use_cache=False))
     config = LlamaConfig(
         vocab_size=size.vocab,
         hidden_size=size.width,
@@ -232,12 +251,14 @@ def their_steps(
 
 
 def makers(size: Size, device: str, steps: int) -> dict[str, Callable[[], Callable[[], object]]]:
-    """What builds each side."""
-    return {
+    """What builds each side; the model in fifty lines is a Llama."""
+    sides = {
         "transformers, compiled": lambda: their_steps(
-            llama(size), size, device, compiled=True, steps=steps
+            theirs(size), size, device, compiled=True, steps=steps
         ),
-        "transformers": lambda: their_steps(llama(size), size, device, compiled=False, steps=steps),
+        "transformers": lambda: their_steps(
+            theirs(size), size, device, compiled=False, steps=steps
+        ),
         "plain PyTorch, compiled": lambda: their_steps(
             Plain(size), size, device, compiled=True, steps=steps
         ),
@@ -248,6 +269,7 @@ def makers(size: Size, device: str, steps: int) -> dict[str, Callable[[], Callab
         "ours, auto": lambda: our_steps(size, device, compile="auto", steps=steps),
         "ours, on": lambda: our_steps(size, device, compile="on", steps=steps),
     }
+    return {k: v for k, v in sides.items() if size.family == "llama" or "plain" not in k}
 
 
 # --- LoRA ---------------------------------------------------------------------------------------
@@ -459,6 +481,7 @@ def loop_rows(recipe: str, device: str, steps: int | None) -> Iterator[Row]:
                 moments.append(time.perf_counter())
                 plain.append(event.seconds)
         end = time.perf_counter()
+    steps = len(moments)  # a run may stop early
     settle = min(50, steps // 4)
     each = (end - moments[settle]) / (steps - settle - 1) * 1e3
     bare = statistics.median(plain[settle:]) * 1e3
@@ -503,7 +526,7 @@ def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) 
     yield said("training", "a large matrix product", f"{peak_product(device):.3g} TFLOP/s")
     sizes = asked.sizes if not quick else asked.sizes[:1]
     for name in sizes:
-        if device == "cuda" or name != "124 M":
+        if device == "cuda" or name not in LARGE:
             yield from step_rows(name, device, asked)
     if asked.lora:
         yield from lora_rows(device, quick=quick)

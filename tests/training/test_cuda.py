@@ -53,6 +53,7 @@ def test_the_recorded_step_is_the_plain_step(case):
     assert recorded.recorded.graphs and recorded.steps == plain.steps == 30
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
 def test_the_compiled_step_is_the_plain_step(monkeypatch):
     """With the kernels of a compiled step: heads cut apart and rotated, gate, loss."""
     monkeypatch.setattr(losses, "FUSED_PIECE", 1)

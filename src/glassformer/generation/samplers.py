@@ -50,12 +50,16 @@ def keep_top_p(logits_BV: Tensor, p: float, *, few: int = _FEW) -> Tensor:
     if p >= 1.0:
         return logits_BV
     vocab, count = logits_BV.shape[-1], few
-    total_B1 = logits_BV.double().logsumexp(-1, keepdim=True)
     while True:  # the likeliest are mostly enough, and sorting all takes a millisecond
         count = min(count, vocab)
         every = count == vocab
-        sorted_BK = (logits_BV.sort(descending=True) if every else logits_BV.topk(count)).values
-        chance_BK = (sorted_BK.double() - total_B1).exp()
+        if every:
+            sorted_BK = logits_BV.sort(descending=True).values
+            chance_BK = sorted_BK.double().softmax(-1)
+        else:
+            sorted_BK = logits_BV.topk(count).values
+            total_B1 = logits_BV.double().logsumexp(-1, keepdim=True)
+            chance_BK = (sorted_BK.double() - total_B1).exp()
         before_BK = chance_BK.cumsum(-1) - chance_BK
         before_BK[:, 0] = 0.0  # the difference may round to something
         dropped_BK = before_BK >= p
