@@ -1,7 +1,5 @@
 """Steppers: cached = uncached at every step, a batch = its rows alone, work is counted."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -84,37 +82,8 @@ def test_a_replayed_step_reads_all_columns_and_answers_for_one(name):
         generate_batch(replayed, [[1], [2, 3]], spec=spec)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 1.1, "top_k": 5, "min_p": 0.02, "forbidden": (4,)},
-        {"temperature": 0.9, "typical_p": 0.8},
-    ],
-)
-@pytest.mark.parametrize("name", ["learned", "rotary"])
-def test_tokens_that_are_sampled_in_one_launch_are_those_of_single_steps(name, rules, monkeypatch):
-    """Rows that end early leave the run; those that stay go on in another one."""
-    model = built(checks.SPECS[name])
-    prompts = Prompts.of([[3, 1, 4], [1, 5, 2], [6, 5, 3]])
-    spec = DecodeSpec(max_new_tokens=12, seed=4, **rules)
-    replayed, runs = ReplayedStepper(model), []
-    run = replayed.run_sampled
-    monkeypatch.setattr(replayed, "run_sampled", lambda *a, **k: runs.append(1) or run(*a, **k))
-    for ends in ((), (1, 2, 3)):
-        some = replace(spec, eos=ends)
-        made = generate_batch(replayed, prompts, spec=some, logprobs=False)
-        alone = generate_batch(NaiveStepper(model), prompts, spec=some)
-        assert [g.tokens for g in made] == [g.tokens for g in alone]
-        assert [g.finish for g in made] == [g.finish for g in alone]
-    assert runs
-    past = replayed.start(prompts, room=8)[1]
-    token, shares = torch.tensor([7, 8, 9]), torch.full((3, 3), 0.5, dtype=torch.float64)
-    first = run(token, past=past, spec=spec, shares_CB=shares)
-    again = run(torch.tensor(first[-1]), past=past, spec=spec, shares_CB=shares[:1])
-    past = replayed.start(prompts, room=8)[1]
-    together = run(token, past=past, spec=spec, shares_CB=torch.full((4, 3), 0.5).double())
-    assert first + again == together
+def test_tokens_that_are_sampled_in_one_launch_are_those_of_single_steps():
+    checks.sampled_runs_are_steps()
 
 
 def test_the_by_hand_engine_says_that_it_counts_padding():
