@@ -45,6 +45,7 @@ SHORT = 8  # tokens before those that are decoded
 def options(parser: argparse.ArgumentParser) -> None:
     """The sizes."""
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="a model more")
+    parser.add_argument("--alone", action="store_true", help="only the models named by --gguf")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--rounds", type=int, default=7)
@@ -63,10 +64,11 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
         asked.rounds, asked.new, asked.prompt = 1, 4, 32
     torch.set_num_threads(asked.threads)
     with tempfile.TemporaryDirectory(prefix="glass-llama-") as place:
-        made = make_model(Path(place), TINY if quick else MEDIUM)
-        for file in (made, *asked.gguf):
-            name = f"Qwen2 {'0.3' if quick else '25'} M" if file is made else file.stem
-            yield from beside(name, load(file), asked)
+        if not asked.alone:
+            made = make_model(Path(place), TINY if quick else MEDIUM)
+            yield from beside(f"Qwen2 {'0.3' if quick else '25'} M", load(made), asked)
+        for file in asked.gguf:
+            yield from beside(file.stem, load(file), asked)
 
 
 def beside(name: str, adapter: Any, asked: argparse.Namespace) -> Iterator[Row]:

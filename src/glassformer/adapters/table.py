@@ -197,6 +197,11 @@ class Entry:
     shapes: tuple[Shape, ...]
     layout: Layout
 
+    @property
+    def copies(self) -> bool:
+        """Whether our parameters are copies; of stacked rows they are views."""
+        return not isinstance(self.layout, Rows)
+
     def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
         """Return our parameters by name."""
         return dict(zip(self.ours, self.layout.split(tensor, self.shapes), strict=True))

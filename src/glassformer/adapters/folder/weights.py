@@ -562,7 +562,7 @@ def _set(
 ) -> None:
     entry = plan.entries[plan.full_name(name)]
     # Converted tensors are copied; closing the map afterwards frees the pages that were read.
-    tensor = weights.read(name, again=changes)
+    tensor = weights.read(name, again=changes or entry.copies)
     for ours, part in entry.split(tensor).items():
         owner, _, leaf = ours.rpartition(".")
         value = part.to(device=device, dtype=target)

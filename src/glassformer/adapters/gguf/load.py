@@ -7,7 +7,7 @@ dependency. Bounds and types are checked first; then tensors are mapped one at a
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from glassformer.adapters.native import NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for
 from glassformer.adapters.table import Family, Shape, make_plan
 from glassformer.kernels import c_library
+from glassformer.kernels.large_pages import LargePages
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 
@@ -107,8 +108,14 @@ def kind_of(number: int) -> Kind | None:
     return Kind(number, kind.name, block, size)
 
 
-def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
-    """Return the numbers of these bytes, a view, or new float32 for packed types.
+def unpacked(
+    data: NDArray[np.uint8],
+    kind: Kind,
+    shape: tuple[int, ...],
+    *,
+    empty: Callable[[tuple[int, ...]], Tensor] = torch.empty,
+) -> tuple[Tensor, bool]:
+    """Return the numbers of these bytes: a view, or for packed types float32 in `empty` memory.
 
     True if all of them are known to be finite.
     """
@@ -116,7 +123,7 @@ def unpacked(data: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> tup
         return torch.from_numpy(data).view(FLOATS[kind.number]).reshape(shape), False
     if not c_library.available():
         return _unpacked_by_library(data, kind, shape), False
-    tensor = torch.empty(shape)
+    tensor = empty(shape)
     blocks, threads = data.size // kind.size, torch.get_num_threads()
     found = c_library.library().glass_unpack(
         kind.number, data.ctypes.data, tensor.data_ptr(), blocks, threads
@@ -223,6 +230,7 @@ class GGUFWeights:
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._kinds: dict[str, Kind] = {}
+        self._memory = LargePages()
         spans = []
         for name, stored in self.head.tensors.items():
             kind = kind_of(stored.kind)
@@ -253,7 +261,11 @@ class GGUFWeights:
         return Counter(kind.name for kind in self._kinds.values() if kind.number not in FLOATS)
 
     def read(self, name: str, *, again: bool = False) -> Tensor:
-        """Read one tensor from its own copy-on-write map; `again` makes no difference."""
+        """Read one tensor from its own copy-on-write map.
+
+        What is unpacked goes to memory that several tensors share, or with `again`, for one that is
+        converted and then freed, to memory of its own.
+        """
         kind, shape = self._kinds[name], self.shapes[name]
         size = kind.bytes_of(shape)
         start = self.head.data + self.head.tensors[name].offset
@@ -261,7 +273,8 @@ class GGUFWeights:
             data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
         except (OSError, ValueError) as error:  # the file has changed meanwhile
             raise self._bad(name, f"cannot be read: {error}") from error
-        tensor, is_finite = unpacked(np.asarray(data), kind, shape)
+        empty = torch.empty if again else self._memory.empty
+        tensor, is_finite = unpacked(np.asarray(data), kind, shape, empty=empty)
         if not is_finite:
             check_finite(name, tensor, where=self.where)
         return tensor

@@ -27,7 +27,7 @@ from glassformer.cli.shell.options import (
     Threads,
     takes,
 )
-from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.process import check_device, opening
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import let_through, tell
 from glassformer.kernels.threads import taking
@@ -161,17 +161,18 @@ def _run(
     as_json: bool,
 ) -> int:
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
-    from glassformer.adapters.load import load, load_tokenizer
-    from glassformer.generation.generate import make_stepper
-    from glassformer.generation.prompts import text_prompt
-    from glassformer.lab.runs.process import check_threads, threads_of_decoding
+    with opening():
+        from glassformer.adapters.load import load, load_tokenizer
+        from glassformer.generation.generate import make_stepper
+        from glassformer.generation.prompts import text_prompt
+        from glassformer.lab.runs.process import check_threads, threads_of_decoding
 
-    tokenizer = load_tokenizer(path)
-    request = read_options(options, tokenizer)
-    device = check_device(device)
-    check_threads(threads)
-    model = load(path).to(device)
-    guessing = None if draft is None else load(draft).to(device)
+        tokenizer = load_tokenizer(path)
+        request = read_options(options, tokenizer)
+        device = check_device(device)
+        check_threads(threads)
+        model = load(path).to(device)
+        guessing = None if draft is None else load(draft).to(device)
     stepper = make_stepper(model, request.step, draft=guessing)
     prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
     count = threads_of_decoding(model.spec, asked=threads, device=device)
@@ -332,15 +333,16 @@ def open_conversation(
     `options` are decoding options by name; a chat takes those of `DecodeSpec`. Torch keeps the
     number of threads that suits the model: a chat lasts as long as the command.
     """
-    import torch
-
-    from glassformer.adapters.load import load
-    from glassformer.lab.runs.process import check_threads, threads_of_decoding
-
     _refuse_foreign(options)
-    device = check_device(device)
-    check_threads(threads)
-    adapter = load(path).to(device)
+    with opening():
+        import torch
+
+        from glassformer.adapters.load import load
+        from glassformer.lab.runs.process import check_threads, threads_of_decoding
+
+        device = check_device(device)
+        check_threads(threads)
+        adapter = load(path).to(device)
     torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))
     return adapter.chat(
         system=system, template_options=dict(map(template_option, template_options)), **options

@@ -1,0 +1,66 @@
+"""Memory for weights: tensors of their own in shared pieces, which end with the last of them."""
+
+import gc
+import mmap
+import weakref
+
+import pytest
+import torch
+
+from glassformer.kernels.large_pages import ALIGNED, PAGE, PIECE, LargePages
+
+needs_linux = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are requested on Linux only"
+)
+
+
+def test_tensors_do_not_overlap():
+    memory = LargePages()
+    shapes = [(3, 5), (7,), (), (11, 13, 2), (0, 3), (1031,)]
+    tensors = [memory.empty(shape).fill_(place) for place, shape in enumerate(shapes)]
+    for place, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        assert tensor.shape == shape
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, torch.full(shape, float(place)))
+
+
+@needs_linux
+def test_pieces_begin_with_a_page_and_tensors_with_a_cache_line():
+    memory = LargePages()
+    first, second = memory.empty((3,)), memory.empty((5,))
+    assert first.data_ptr() % PAGE == 0
+    assert second.data_ptr() == first.data_ptr() + ALIGNED
+
+
+@needs_linux
+def test_storages_are_separate():
+    memory = LargePages()
+    first, second = memory.empty((3,)), memory.empty((5,))
+    assert first.untyped_storage().nbytes() == 12
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+@needs_linux
+def test_a_piece_is_freed_with_its_last_tensor():
+    memory = LargePages()
+    kept, other = memory.empty((3,)), memory.empty((5,))
+    assert memory._piece is not None
+    piece = weakref.ref(memory._piece)
+    del other, memory
+    gc.collect()
+    assert piece() is not None
+    kept.fill_(2.0)
+    del kept
+    gc.collect()
+    assert piece() is None
+
+
+def test_a_tensor_larger_than_a_piece():
+    memory = LargePages()
+    before = memory.empty((5,)).fill_(1.0)
+    large = memory.empty((PIECE // 4 + 3,))
+    after = memory.empty((7,)).fill_(2.0)
+    large[-1] = 3.0
+    assert before.tolist() == [1.0] * 5
+    assert large[-1] == 3.0
+    assert after.tolist() == [2.0] * 7
