@@ -9,6 +9,8 @@ import torch
 
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
+from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import PrefixCacheStepper, TorchStepper
@@ -228,3 +230,71 @@ def test_an_error_in_the_middle_leaves_no_half_past(model, monkeypatch):
             warm.start(Prompts.of([[1, 2, 9]]), room=4)
     found, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
     assert torch.equal(found, wanted)
+
+
+# --- the native step ----------------------------------------------------------------------------
+
+
+def test_a_chat_decodes_by_the_native_step(model):
+    assert isinstance(model.chat().stepper, WarmStepper)
+    assert isinstance(load(model.origin, dtype=torch.float64).chat().stepper, PrefixCacheStepper)
+
+
+def test_a_warm_native_start_is_a_cold_start_bit_for_bit(model, tmp_path):
+    """With and without a folder: whatever prompts share, and whoever chose the tokens between."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(313, (60,), generator=generator).tolist()
+    prompts = [ids[:10], ids[:45], ids[:45], [*ids[:45], 3, 5, 9], [*ids[:33], 7, 8], ids[5:9], ids]
+    for folder, reused in ((None, 10 + 44 + 47 + 33), (tmp_path, 10 + 44 + 47 + 33 + 45)):
+        warm, cold = WarmStepper(model.model, prompt_cache=folder), NativeStepper(model.model)
+        for row in prompts:
+            found, past = warm.start(Prompts.of([row]), room=4)
+            wanted, other = cold.start(Prompts.of([row]), room=4)
+            assert torch.equal(found, wanted)
+            for token in (3, 5):
+                new = torch.tensor([token])
+                assert torch.equal(warm.step(new, past=past), cold.step(new, past=other))
+        assert warm.reused == reused
+
+
+def test_a_warm_native_past_knows_the_tokens_that_c_chose(model):
+    """The second prompt continues the first answer: all that was read of it is reused."""
+    warm = WarmStepper(model.model)
+    (first,) = generate_batch(warm, [[1, 2, 3]], spec=DecodeSpec(max_new_tokens=9))
+    longer = [1, 2, 3, *first.tokens, 4, 5]
+    found, past = warm.start(Prompts.of([longer]), room=2)
+    wanted, _ = NativeStepper(model.model).start(Prompts.of([longer]), room=2)
+    assert torch.equal(found, wanted)
+    assert warm.reused == 3 + len(first.tokens) - 1
+    warm.start(Prompts.of([longer]), room=2)
+    with pytest.raises(InputError, match="cut by a later prompt"):
+        warm.step(torch.tensor([1]), past=past)
+    with pytest.raises(InputError, match="2 prompts at once"):
+        warm.start(Prompts.of([[1], [2]]), room=2)
+
+
+def test_an_interrupted_native_start_leaves_no_half_past(model, monkeypatch):
+    warm = WarmStepper(model.model)
+    wanted, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
+
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeStepper, "read", fails)
+        with pytest.raises(KeyboardInterrupt):
+            warm.start(Prompts.of([[1, 2, 9]]), room=4)
+    found, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
+    assert torch.equal(found, wanted)
+
+
+def test_a_conversation_begins_from_a_kept_prompt(model, tmp_path):
+    words = "the cat sat on the mat and looked at the other cat for a long time"
+    first = model.chat(prompt_cache=str(tmp_path), max_new_tokens=5, temperature=0.0)
+    answer = first(words)
+    again = model.chat(prompt_cache=str(tmp_path), max_new_tokens=5, temperature=0.0)
+    assert again(words) == answer == model.chat(max_new_tokens=5, temperature=0.0)(words)
+    assert first.stepper.reused == 0
+    assert again.stepper.reused > 0
+    with pytest.raises(InputError, match="there is none"):
+        load(model.origin, dtype=torch.float64).chat(prompt_cache=str(tmp_path))

@@ -66,6 +66,12 @@ def conversations(check: Callable) -> Callable[[Path], None]:
     return run
 
 
+def native(place: Path) -> None:
+    model = load(folders.write_model(place / "model"))
+    check = test_conversation.test_a_warm_native_start_is_a_cold_start_bit_for_bit
+    check(model, place / "kept")
+
+
 def likelihoods(place: Path) -> None:
     adapter = load(folders.write_model(place / "model"))
     test_lm_eval.test_likelihoods_are_those_of_a_plain_forward(adapter)
@@ -107,6 +113,14 @@ CHECKS: dict[str, Callable[[], None]] = {
     ),
     "warm": in_a_folder(
         conversations(lambda model, _: test_conversation.test_a_warm_start_is_a_cold_start(model))
+    ),
+    "native": in_a_folder(native),
+    "chosen": in_a_folder(
+        conversations(
+            lambda model, _: (
+                test_conversation.test_a_warm_native_past_knows_the_tokens_that_c_chose(model)
+            )
+        )
     ),
     "end": in_a_folder(conversations(test_conversation.test_the_end_is_not_said)),
     "held": in_a_folder(conversations(test_conversation.test_half_a_stop_string_is_shown)),

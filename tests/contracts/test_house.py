@@ -348,6 +348,7 @@ ONE_IMPORTER = {
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.tasks.seq2seq": "two tasks; build_task is the table",
     "generation.fast.recorded": "steps as CUDA graphs; the stepper is about memory and batches",
+    "generation.fast.warm": "the step of conversations, over the native one; adapters begin them",
     "generation.fast.prompt_cache": "files of prompts; the native step reads and writes them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",

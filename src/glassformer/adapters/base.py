@@ -50,10 +50,9 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.contents import quantized_numbers
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, chat_options
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.options import options_of
 
 # B batch, T length, V vocab
 
@@ -329,7 +328,7 @@ class BaseAdapter(nn.Module, ABC):
         The folder that the model came from has the chat template and its sampling settings, which
         `options` of decoding override; `template_options` are the template's own switches.
         """
-        known = [each.name for each in options_of(DecodeSpec)]
+        known = [each.name for each in chat_options()]
         for name in options:
             if name not in known:
                 raise InputError(f"a chat has no option '{name}'", hint=nearest(name, known))
@@ -349,8 +348,9 @@ class BaseAdapter(nn.Module, ABC):
             forbidden=self.nameless_ids(),
         )
         assert isinstance(request.decoding, DecodeSpec)
+        folder = request.step.prompt_cache
         return Conversation(
-            self.eval().chat_stepper(),
+            self.eval().chat_stepper(prompt_cache=None if folder is None else Path(folder)),
             self.tokenizer,
             template,
             spec=request.decoding,
@@ -358,8 +358,10 @@ class BaseAdapter(nn.Module, ABC):
             options=template_options,
         )
 
-    def chat_stepper(self) -> Stepper:
+    def chat_stepper(self, *, prompt_cache: Path | None = None) -> Stepper:
         """Return what a conversation runs on: a subclass may keep what its turns share."""
+        if prompt_cache is not None:
+            raise InputError("prompts are kept for our own models; this one is another library's")
         return self.stepper()
 
     def _answered(self, prompt: str | Ids | Prompts, options: dict[str, Any]) -> "str | list[Any]":

@@ -37,6 +37,8 @@ from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.choice import fastest_stepper
+from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.stepper import PrefixCacheStepper, Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of
@@ -302,9 +304,14 @@ class NativeAdapter(BaseAdapter):
         """Return the fastest stepper with a cache."""
         return fastest_stepper(self.model)
 
-    def chat_stepper(self) -> Stepper:
+    def chat_stepper(self, *, prompt_cache: Path | None = None) -> Stepper:
         """Return a stepper that does not read again what a turn shares with the last one."""
-        return PrefixCacheStepper(self.model)
+        reason = why_not(self.model)
+        if reason and prompt_cache is not None:
+            raise InputError(f"prompts are kept by the native step, and there is none: {reason}")
+        if reason:
+            return PrefixCacheStepper(self.model)
+        return WarmStepper(self.model, prompt_cache=prompt_cache)
 
     @property
     def scoped_taps(self) -> Taps | None:

@@ -328,6 +328,12 @@ def by_flag(each: Option) -> str:
     return each.flag
 
 
+def chat_options() -> tuple[Option, ...]:
+    """Return what a conversation takes: options of sampling, and where prompts are kept."""
+    kept = (each for each in options_of(StepSpec) if each.name == "prompt_cache")
+    return (*options_of(DecodeSpec), *kept)
+
+
 def decoding_spec(
     options: Mapping[str, Any],
     *,

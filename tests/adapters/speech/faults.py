@@ -8,6 +8,7 @@ FILES, RANKS, FOLDER = (
     "adapters.tokenizers.folder_tokenizer",
 )
 TALK, WARM = "adapters.chat.template:Conversation", "generation.stepper:PrefixCacheStepper"
+NATIVE = "generation.fast.warm:WarmStepper"
 FAULTS = (
     Fault("the last pair is merged, not the best", f"{RANKS}:merges_of", "found.index(best)", "len(found) - 1", "forms"),
     Fault("pairs of higher rank are merged too", f"{RANKS}:merges_of", "ranks.get(left + right, rank)", "ranks.get(left + right, rank - 1)", "forms"),
@@ -47,6 +48,11 @@ FAULTS = (
     Fault("the past is not cut", f"{WARM}.start", "held.cache.cut(shared)", "pass", "warm"),
     Fault("one place too many is shared", f"{WARM}.start", "shared += 1\n    held.cache.cut(shared)", "shared += 1\n    shared += 0 < shared < len(ids) - 1\n    held.cache.cut(shared)", "warm"),
     Fault("new ids are not noted", f"{WARM}._read", "past.ids += ids", "pass", "warm"),
+    Fault("the native past is not cut", f"{NATIVE}.start", "past.cut([shared])", "pass", "native"),
+    Fault("all of a native prompt is shared", f"{NATIVE}.start", "ids[:-1]", "ids", "native"),
+    Fault("what others held is taken", f"{NATIVE}.start", "shared_length(before, ids[:-1])", "min(len(before), len(ids) - 1)", "native"),
+    Fault("new native ids are not noted", f"{NATIVE}.step", "self._ids += tokens_B.tolist()", "pass", "native"),
+    Fault("a token that C chose last counts as read", f"{NATIVE}.run_greedy", "made[:-1]", "made", "chosen"),
     Fault("the cache keeps its length", "nn.cache:GrowingCache.cut", "self.length = length", "pass", "warm"),
     Fault("read one place too late", "lab.measure.scores:Answerer.likelihoods", "start=len(row) - len(rest)", "start=len(row) - len(rest) - 1", "likelihoods"),
     Fault("the end of a long context is lost", "lab.measure.scores:Answerer.likelihoods", "[-self.longest :]", "[: self.longest]", "likelihoods"),

@@ -37,6 +37,7 @@ from glassformer.spec.decoding import (
     DecodeSpec,
     StepSpec,
     by_flag,
+    chat_options,
     without_effect,
 )
 from glassformer.spec.errors import GlassError, InputError, nearest
@@ -249,7 +250,7 @@ def _stream(
 # --- glass chat -----------------------------------------------------------------------------------
 
 
-@takes(DecodeSpec, into="options")
+@takes(chat_options(), into="options")
 def chat(
     model: AnyModel,
     prompt: Annotated[
@@ -330,7 +331,7 @@ def open_conversation(
 ) -> "Conversation":
     """Open a model for a chat: its folder's own sampling settings, then the options given.
 
-    `options` are decoding options by name; a chat takes those of `DecodeSpec`. Torch keeps the
+    `options` are decoding options by name; a chat takes `chat_options`. Torch keeps the
     number of threads that suits the model: a chat lasts as long as the command.
     """
     _refuse_foreign(options)
@@ -351,7 +352,7 @@ def open_conversation(
 
 def _refuse_foreign(options: Mapping[str, Any]) -> None:
     """Refuse options that a chat has no use for: beams, constraints, other steps."""
-    own = {each.name: each.flag for each in options_of(DecodeSpec)}
+    own = {each.name: each.flag for each in chat_options()}
     others = (BeamSpec, ConstraintSpec, StepSpec)
     flags = {each.name: each.flag for cls in others for each in options_of(cls)}
     for name in options:

@@ -311,6 +311,15 @@ class NativeStepper(RewindingStepper):
         if self._kept is None:
             return self.read(prompts.tokens, past=past), past
         found = [self._kept.find(row) for row in prompts.tokens]
+        return self._begin(prompts, found, past), past
+
+    def _begin(
+        self,
+        prompts: Prompts,
+        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
+        past: NativePast,
+    ) -> Tensor:
+        """Fill empty rows with what was kept of their prompts, read the rest, and keep that too."""
         lengths = [0 if one is None else one[0] for one in found]
         past.own.reserve(max(lengths))
         for row, one in enumerate(found):
@@ -319,11 +328,17 @@ class NativeStepper(RewindingStepper):
         self.reused += sum(lengths)
         rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
         logits_BV = self.read(rest, past=past)
+        self._keep(prompts, lengths, past)
+        return logits_BV
+
+    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
+        """Keep prompts of which enough is new; `lengths` are the parts that are kept already."""
+        if self._kept is None:
+            return
         for row, (tokens, length) in enumerate(zip(prompts.tokens, lengths, strict=True)):
             full = len(tokens) // PAGE
             if full >= length // PAGE + LEAST:
-                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row))
-        return logits_BV, past
+                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row)[:full])
 
     def empty_past(self, rows: int, *, room: int) -> NativePast:
         """Return rows without a token, with all the memory that `room` positions of each take."""
