@@ -426,14 +426,15 @@ class NativeStepper(RewindingStepper):
         chosen: NDArray[np.int64],
         past: NativePast,
     ) -> Tensor:
-        """Read new tokens, a block at a time; return the logits after the chosen of them."""
+        """Read new tokens, a block at a time; return the logits after the chosen, in their order."""
         logits = torch.empty(len(chosen), self.vocab_size)
         self._use(self._decoder, past.own, past.source)
         for begin in range(0, len(token), BLOCK):
             end = min(begin + BLOCK, len(token))
-            here = (chosen >= begin) & (chosen < end)
-            self._call(token[begin:end], row[begin:end], position[begin:end], chosen[here] - begin)
-            logits[torch.from_numpy(here)] = self._buffers[LOGITS][: int(here.sum())]
+            first, last = np.searchsorted(chosen, (begin, end))
+            here = chosen[first:last] - begin
+            self._call(token[begin:end], row[begin:end], position[begin:end], here)
+            logits[first:last] = self._buffers[LOGITS][: len(here)]
         return logits
 
     def step(self, tokens_B: Tensor, *, past: NativePast) -> Tensor:
