@@ -175,17 +175,19 @@ def load(
     device: str = "cpu",
     backend: Backend = "native",
     reference: bool = False,
+    large_pages: bool = True,
 ) -> BaseAdapter:
     """Open a run (`RUN`, `RUN@120`), a checkpoint, a Hugging Face folder or a GGUF file.
 
     The model is in eval mode; weights keep the precision that they are stored in, or get `dtype`.
     `config` brings a training's settings; with one, a preset's name means a new model of it.
     `backend="transformers"` lets that library compute; `reference=True` opens the folder with it
-    as well, to measure parity against.
+    as well, to measure parity against. Weights that are unpacked go to memory with large pages,
+    which is faster to read and may be slower to get (`kernels.large_pages`).
     """
     one_of("backend", backend, ("native", "transformers"))
     settings = config or TrainingConfig()
-    how = Opening(settings, dtype or settings.dtype, device, reference)
+    how = Opening(settings, dtype or settings.dtype, device, reference, large_pages)
     if config is not None and str(model_id) in PRESETS and not Path(model_id).exists():
         adapter: BaseAdapter = _fresh(str(model_id), how)
     else:
@@ -320,12 +322,13 @@ def checkpoint_of(path: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Settings for opening a model: a training's, precision, device, and a reference or none."""
+    """Settings for opening a model: a training's, precision, device, a reference, and memory."""
 
     settings: TrainingConfig
     dtype: torch.dtype | None
     device: str
     reference: bool
+    large_pages: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +342,13 @@ class Format:
 
 def open_gguf_file(path: Path, how: Opening) -> NativeAdapter:
     """Open a GGUF file."""
-    return open_gguf(path, how.settings, dtype=how.dtype, device=how.device)
+    return open_gguf(
+        path,
+        how.settings,
+        dtype=how.dtype,
+        device=how.device,
+        large_pages=how.large_pages,
+    )
 
 
 def open_lora(folder: Path, how: Opening) -> NativeAdapter:

@@ -92,7 +92,9 @@ class Interleaved:
         heads = tensor.reshape(-1, self.d_head, *tensor.shape[1:])
         first, rest = heads[:, : rows * columns], heads[:, rows * columns :]
         pairs = first.reshape(-1, rows, columns, *tensor.shape[1:]).transpose(1, 2)
-        return torch.cat((pairs.reshape(first.shape), rest), dim=1).reshape(tensor.shape)
+        turned = pairs.reshape(first.shape)
+        whole = turned if rest.shape[1] == 0 else torch.cat((turned, rest), dim=1)
+        return whole.reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 A processor remembers where a few thousand pages are, and a decoding step passes over more: on pages
 of 2 MB instead of 4 KB the products of a model of 135 million parameters take three quarters of the
 time. Linux gives such pages to memory that requests them; elsewhere, and for what is mapped from a
-file, pages are as they come.
+file, pages are as they come. To get them is quicker than to get small ones, but not in a virtual
+machine that gives its free memory back to the host: there it costs about what `WORTH` steps save.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 PAGE = 1 << 21  # bytes
+WORTH = 100  # decoding steps
 #: Tensors share a piece of memory of this size, which is freed with the last of them.
 PIECE = 32 * PAGE
 ALIGNED = 64  # bytes: a line of the cache

@@ -6,6 +6,7 @@ dependency. Bounds and types are checked first; then tensors are mapped one at a
 
 import json
 import math
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -223,14 +224,14 @@ def _steps_and_lows(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArra
 class GGUFWeights:
     """The `Weights` of a file: floats as they are stored, packed types as float32."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, large_pages: bool = True) -> None:
         self.path = path
         self.where = str(path)
         self.head: Head = read_head(path)
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._kinds: dict[str, Kind] = {}
-        self._memory = LargePages()
+        self._empty = LargePages().empty if large_pages else torch.empty
         spans = []
         for name, stored in self.head.tensors.items():
             kind = kind_of(stored.kind)
@@ -263,18 +264,23 @@ class GGUFWeights:
     def read(self, name: str, *, again: bool = False) -> Tensor:
         """Read one tensor from its own copy-on-write map.
 
-        What is unpacked goes to memory that several tensors share, or with `again`, for one that is
-        converted and then freed, to memory of its own.
+        With large pages several tensors share a piece of memory; `again` is for one that is
+        converted and then freed, which has its own.
         """
         kind, shape = self._kinds[name], self.shapes[name]
         size = kind.bytes_of(shape)
         start = self.head.data + self.head.tensors[name].offset
+        before = start % mmap.ALLOCATIONGRANULARITY
         try:
-            data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(
+                    file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before
+                )
         except (OSError, ValueError) as error:  # the file has changed meanwhile
             raise self._bad(name, f"cannot be read: {error}") from error
-        empty = torch.empty if again else self._memory.empty
-        tensor, is_finite = unpacked(np.asarray(data), kind, shape, empty=empty)
+        data = np.frombuffer(mapped, dtype=np.uint8, count=size, offset=before)
+        empty = torch.empty if again else self._empty
+        tensor, is_finite = unpacked(data, kind, shape, empty=empty)
         if not is_finite:
             check_finite(name, tensor, where=self.where)
         return tensor
@@ -307,10 +313,15 @@ def _read_spec(path: Path, weights: GGUFWeights) -> tuple[Family, ModelSpec]:
 
 
 def open_gguf(
-    path: Path, settings: TrainingConfig, *, dtype: torch.dtype | None, device: str
+    path: Path,
+    settings: TrainingConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    large_pages: bool = True,
 ) -> NativeAdapter:
     """Open the model of a file; the report notes what was unpacked or could not be read."""
-    weights = GGUFWeights(path)
+    weights = GGUFWeights(path, large_pages=large_pages)
     head = weights.head
     family, spec = _read_spec(path, weights)
     entry = entry_of(head.metadata, where=str(path))

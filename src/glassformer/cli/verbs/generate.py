@@ -166,13 +166,15 @@ def _run(
         from glassformer.adapters.load import load, load_tokenizer
         from glassformer.generation.generate import make_stepper
         from glassformer.generation.prompts import text_prompt
+        from glassformer.kernels import large_pages
         from glassformer.lab.runs.process import check_threads, threads_of_decoding
 
         tokenizer = load_tokenizer(path)
         request = read_options(options, tokenizer)
         device = check_device(device)
         check_threads(threads)
-        model = load(path).to(device)
+        is_long = request.decoding.max_new_tokens >= large_pages.WORTH
+        model = load(path, large_pages=is_long).to(device)
         guessing = None if draft is None else load(draft).to(device)
     stepper = make_stepper(model, request.step, draft=guessing)
     prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)

@@ -426,7 +426,7 @@ class NativeStepper(RewindingStepper):
         chosen: NDArray[np.int64],
         past: NativePast,
     ) -> Tensor:
-        """Read new tokens, a block at a time; return the logits after the chosen, in their order."""
+        """Read new tokens, a block at a time; return the logits after the chosen ones, in order."""
         logits = torch.empty(len(chosen), self.vocab_size)
         self._use(self._decoder, past.own, past.source)
         for begin in range(0, len(token), BLOCK):
