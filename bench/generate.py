@@ -9,6 +9,7 @@ import argparse
 import inspect
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,14 @@ QUICK = Size(
 
 def options(parser: argparse.ArgumentParser) -> None:
     """A part alone."""
-    parser.add_argument("--only", choices=("native",), help="native = plain, every preset")
+    parser.add_argument(
+        "--only",
+        choices=("native", "crossed"),
+        help="native = plain, every preset; or encoder-decoders",
+    )
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="of the encoder-decoders"
+    )
     parser.add_argument(
         "--ours", action="store_true", help="on a GPU: without the others, who compile for minutes"
     )
@@ -98,6 +106,12 @@ def run(
     if asked is not None and asked.only == "native":
         yield from native_is_plain(size)
         return
+    by_processor = asked is not None and asked.clock == "cpu"
+    clock = time.process_time if by_processor else time.perf_counter
+    if asked is not None and asked.only == "crossed" and device == "cpu":
+        torch.set_num_threads(1)
+        yield from crossed(size.crossed, new=size.new, rounds=size.rounds, clock=clock)
+        return
     if device != "cpu":
         shape, batches = (TINY, (1, 4)) if quick else (HALF_BILLION, (1, 128))
         alone = asked is not None and asked.ours
@@ -109,7 +123,7 @@ def run(
     torch.set_num_threads(1)  # small models are slower on two, and much slower on a busy machine
     for d_model, n_layers in size.small:
         yield from against_naive(d_model, n_layers, size=size)
-    yield from crossed(size.crossed, new=size.new, rounds=size.rounds)
+    yield from crossed(size.crossed, new=size.new, rounds=size.rounds, clock=clock)
     yield from constrained(size)
     yield from flat(size)
     torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ early: the end is forbidden on every side.
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,13 @@ from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 
 
-def crossed(cases: tuple[tuple[int, int], ...], *, new: int, rounds: int) -> Iterator[Row]:
+def crossed(
+    cases: tuple[tuple[int, int], ...],
+    *,
+    new: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Row]:
     """For each batch and number of beams: every engine in turn."""
     spec = presets.seq2seq(vocab_size=128, d_model=128, n_heads=4, n_layers=2, max_seq_len=128)
     model = fresh(spec, device="cpu")
@@ -55,7 +62,7 @@ def crossed(cases: tuple[tuple[int, int], ...], *, new: int, rounds: int) -> Ite
         first = {name: first_tokens(call()) for name, call in sides.items()}
         same = [name for name, tokens in first.items() if tokens == first["glassformer, lean"]]
         yield said("generate", case, f"the same tokens: {', '.join(same)}")
-        times = interleave(sides, rounds=rounds, inner=1, warmup=1)
+        times = interleave(sides, rounds=rounds, inner=1, warmup=1, clock=clock)
         yield from rows(times, bench="generate", case=case, baseline="transformers (Marian)")
 
 
