@@ -332,7 +332,7 @@ ONE_IMPORTER = {
     "checks.symptoms.gradients": "mistakes that one backward shows; doctor is their table",
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
-    "kernels.grids": "the door to grids.c: what is compiled is in kernels, what it computes in quant",
+    "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
