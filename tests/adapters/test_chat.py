@@ -159,6 +159,25 @@ FAMILIES = {
     "{{ '<|' ~ m['role'] ~ '|>\\n' + m['content'] ~ '\\n' }}{% endif %}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
     "{% endfor %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}{% set said = m['content'] | trim %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + said + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+    "phi3": "{% for m in messages %}{% if m['role'] == 'system' and m['content'] %}"
+    "{{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] == 'user' %}"
+    "{{ '<|user|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] == 'assistant' %}"
+    "{{ '<|assistant|>\\n' + m['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "olmo2": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% if not loop.last %}{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}"
+    "{% else %}{{ '<|assistant|>\\n' + m['content'] + eos_token }}{% endif %}"
+    "{% else %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '\\n' }}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}",
+    "glm4": "[gMASK]<sop>{%- if tools -%}<|system|>\\n{% for tool in tools %}"
+    "## {{ tool.function.name }}\\n\\n{{ tool.function | tojson(indent=4) }}\\n{% endfor %}"
+    "{%- endif -%}{%- for m in messages %}{%- if m.role == 'system' %}<|system|>\\n"
+    "{{ m.content }}{%- else %}<|{{ m.role }}|>\\n{{ m.content }}{%- endif %}{%- endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "falcon": "{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
     "{{ m.role | capitalize }}"
     ": {{ m.content | replace('\\r\\n', '\\n') | replace('\\n\\n', '\\n') }}{% endfor %}"
