@@ -163,8 +163,8 @@ def falcon_config(config: dict[str, Any], tensors: Collection[str]) -> dict[str,
 def falcon_parts(spec: ModelSpec) -> Parts:
     """Return Falcon's parts; of two norms, the first is the feed-forward's."""
     if next(spec.decoder.blocks()).placement != "parallel":
-        return {"attn_qkv": QKV}
-    return {"attn_qkv": QKV, "attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
+        return FUSED
+    return {**FUSED, "attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
 
 
 def gpt_oss_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]:
@@ -188,9 +188,13 @@ AROUND = {
     "post_attention_norm": "attn_post_norm",
     "post_ffw_norm": "ffn_post_norm",
 }
+AFTER = {"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"}
+FUSED = {"attn_qkv": QKV}
 SPARSE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+LOCAL_SPARSE = SPARSE | {"expert_count": "num_local_experts"}
 WIDE_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
 Q_BIAS = "blk.0.attn_q.bias"
+GATED_BIASES = {"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"}
 EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
@@ -213,7 +217,7 @@ ARCHITECTURES = {
     "llama": Architecture(
         LLAMA,
         turned=True,
-        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+        biases=GATED_BIASES,
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3, widths=("head_dim",)),
@@ -221,18 +225,16 @@ ARCHITECTURES = {
         GRANITE,
         turned=True,
         numbers=MULTIPLIERS,
-        biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+        biases=GATED_BIASES,
     ),
     "granitemoe": Architecture(
         GRANITE_MOE,
         turned=True,
-        wholes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        wholes=LOCAL_SPARSE,
         numbers=MULTIPLIERS,
         biases={"attention_bias": Q_BIAS},
     ),
-    "olmo2": Architecture(
-        OLMO2, parts={"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"}
-    ),
+    "olmo2": Architecture(OLMO2, parts=AFTER),
     "olmoe": Architecture(OLMOE, wholes=SPARSE, fixed={"norm_topk_prob": False}),
     "qwen2moe": Architecture(
         QWEN2_MOE,
@@ -264,7 +266,7 @@ ARCHITECTURES = {
         NEOX_FAMILY,
         eps=("layer_norm_eps", LAYER_NORM),
         flags={"use_parallel_residual": "use_parallel_residual"},
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         biases={"attention_bias": "blk.0.attn_qkv.bias"},
         part="rotary_pct",
     ),
@@ -297,7 +299,7 @@ ARCHITECTURES = {
         MIXTRAL,
         called="llama",
         turned=True,
-        wholes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        wholes=LOCAL_SPARSE,
         fixed={"sliding_window": None},
     ),
     "arcee": Architecture(
@@ -314,7 +316,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture(ERNIE, turned=True, biases={"use_bias": Q_BIAS}, widths=("head_dim",)),
     "exaone4": Architecture(
         EXAONE4,
-        parts={"post_attention_norm": "attn_norm", "post_ffw_norm": "ffn_norm"},
+        parts=AFTER,
         fixed={"sliding_window": None},
     ),
     "hunyuan-dense": Architecture(HUNYUAN, fixed={"attention_bias": False}),
@@ -329,11 +331,7 @@ ARCHITECTURES = {
     ),
     "gpt-oss": Architecture(
         GPT_OSS,
-        wholes={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        wholes=LOCAL_SPARSE | {"expert_feed_forward_length": "intermediate_size"},
         parts={"post_attention_norm": "ffn_norm"},
         biases={"attention_bias": Q_BIAS},
         widths=("head_dim",),
@@ -343,7 +341,7 @@ ARCHITECTURES = {
     "phi2": Architecture(
         PHI,
         eps=("layer_norm_eps", LAYER_NORM),
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         part="partial_rotary_factor",
     ),
     "falcon": Architecture(
@@ -355,7 +353,7 @@ ARCHITECTURES = {
     "bloom": Architecture(
         BLOOM,
         eps=("layer_norm_epsilon", LAYER_NORM),
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         rotary=False,
         translated=bloom_config,
     ),
@@ -363,21 +361,21 @@ ARCHITECTURES = {
         MPT,
         eps=("layer_norm_epsilon", LAYER_NORM),
         numbers={"attention.max_alibi_bias": "alibi_bias_max"},
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         rotary=False,
         translated=mpt_config,
     ),
     "gpt2": Architecture(
         GPT2,
         eps=("layer_norm_epsilon", LAYER_NORM),
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         rotary=False,
         translated=gpt2_config,
     ),
     "starcoder": Architecture(
         BIGCODE,
         eps=("layer_norm_epsilon", LAYER_NORM),
-        parts={"attn_qkv": QKV},
+        parts=FUSED,
         rotary=False,
         translated=starcoder_config,
     ),
