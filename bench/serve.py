@@ -34,6 +34,8 @@ from bench.generate import HALF_BILLION, MEDIUM, TINY
 SHAPES = {"0.5B": HALF_BILLION, "25M": MEDIUM, "tiny": TINY}
 #: Processes that the clients of `--device` are spread over.
 PROCESSES = 4
+#: Crowds of idle connections, one after another: the first ones warm up.
+CROWDS = 8
 #: Short requests that one connection carries.
 ON_ONE_CONNECTION = 100
 PARTS = ("throughput", "company", "bad", "leaving", "short")
@@ -675,8 +677,7 @@ def leaving(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
     same = "identical" if before == during else "DIFFERENT"
     yield said("serve", case, f"slots free {freed:.2f} s later; an answer meanwhile: {same}")
 
-    async def idle() -> tuple[float, float, int, int]:
-        begin = server.resident
+    async def idle() -> tuple[float, float, int]:
         alone = await _seconds(server)
         quiet = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(asked.idle)]
         slow = [
@@ -689,14 +690,25 @@ def leaving(server: Server, asked: argparse.Namespace) -> Iterator[Row]:
         held = server.resident
         for _, writer in (*quiet, *slow):
             writer.close()
-        return alone, among, begin, held
+        return alone, among, held
 
-    alone, among, begin, held = asyncio.run(idle())
-    case = f"{asked.idle} idle connections and 4 readers that read nothing"
+    async def fill() -> None:
+        """Use the memory of every slot, which the machine gives when it is first written to."""
+        long = [server.body(prompt=prompt(100 + n), max_tokens=200) for n in range(asked.clients)]
+        jobs = [lambda body=body: post(server.port, body) for body in long]
+        await together(jobs, at_once=asked.clients)
+
+    asyncio.run(fill())
+    begin = server.resident
+    crowds = [asyncio.run(idle()) for _ in range(CROWDS)]
+    slower = statistics.median(among / alone for alone, among, _ in crowds)
+    held = [each for *_, each in crowds]
     yield said(
         "serve",
-        case,
-        f"an answer takes {among / alone:.2f} x its time without; memory {held / begin - 1:+.2%}",
+        f"{asked.idle} idle connections and 4 readers that read nothing",
+        f"an answer takes {slower:.2f} x its time without; memory {held[0] / begin - 1:+.2%} while "
+        f"they are there, {held[-1] / held[1] - 1:+.2%} in the {CROWDS}th crowd beside the second "
+        f"({', '.join(f'{each / 2**20:.1f}' for each in held)} MiB)",
     )
 
 
