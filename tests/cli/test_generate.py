@@ -11,7 +11,7 @@ from glassformer.cli import main as command
 from glassformer.cli.main import app
 from glassformer.data.automata.library import parity
 from glassformer.generation import generate
-from glassformer.generation.fast import native
+from glassformer.generation.fast import choice
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ TOO_LONG = " ".join(["3"] * 70)
 def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monkeypatch, capsys):
     """Exit code 2, nothing on stdout, and no model has made a step."""
     work = []
-    for place, name in ((native, "NativeStepper"), (generate, "NaiveStepper")):
+    for place, name in ((choice, "NativeStepper"), (generate, "NaiveStepper")):
         stepper = getattr(place, name)
         seen = type(name, (stepper,), {"start": lambda self, *_, **__: work.append(self)})
         monkeypatch.setattr(place, name, seen)
@@ -161,13 +161,13 @@ def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monke
 def test_ctrl_c_ends_a_stream_cleanly(runs, monkeypatch, capsys):
     """What was made stays on stdout; the exit code is a signal's."""
 
-    class Interrupted(native.NativeStepper):
+    class Interrupted(choice.NativeStepper):
         def step(self, tokens_B, *, past):
             if self.positions > 3:
                 raise KeyboardInterrupt
             return super().step(tokens_B, past=past)
 
-    monkeypatch.setattr(native, "NativeStepper", Interrupted)
+    monkeypatch.setattr(choice, "NativeStepper", Interrupted)
     words = ["glass", "generate", "parity", "0", "--min-new", "9", "--runs", runs]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
