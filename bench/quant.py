@@ -11,6 +11,7 @@ else by the `gguf` package; activations as they are; "weighted": by the calibrat
 importance matrix does). Each has its bytes, the change of perplexity with its paired error, the
 divergence, how often the likeliest token is the same, and greedy decoding from `--prompts` prompts.
 `--windows 4 --length 1022 --text FILE` measures on 4 windows of 1,022 tokens of the end of a text.
+`--model RUN --calibrations 4` measures a run of ours on its own examples, with GPTQ four times.
 
 A file that comes quantized has its weights on a grid, which a grid like it finds again: that shows
 the grid, not the scheme. `--shuffle` exchanges channels first (the same function: their order means
@@ -40,7 +41,8 @@ from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.lab.measure.precision import agree
-from glassformer.lab.quantize import LENGTH, of_manuals, of_text, tokens_of
+from glassformer.lab.quantize import LENGTH, of_manuals, of_task, of_text, run_of, tokens_of
+from glassformer.lab.runs.assemble import assemble
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.attention import MultiHeadAttention
@@ -58,7 +60,7 @@ from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.quant.smooth import SMOOTHING, Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
-from glassformer.spec.errors import GlassError
+from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec, quant_spec, targets
 from glassformer.spec.schemes import Int4, Int8
@@ -85,6 +87,8 @@ SPECS = {
 PAST, PREFILL = 128, 64
 #: Tokens of a prompt, and tokens that are decoded after it.
 PROMPT, NEW = 16, 64
+#: Training examples of a batch, and where batches begin: 256 examples in all.
+ROWS_CALIBRATING, CALIBRATING = 16, range(0, 256, 16)
 EAGER, FASTEST = "float32, eager", "float32, our fastest"
 
 Side = Callable[[], object]
@@ -98,7 +102,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a window")
     parser.add_argument("--all", action="store_true", help="what is not a default of ours too")
     parser.add_argument("--shuffle", action="store_true", help="exchange channels before")
+    parser.add_argument("--threads", type=int, default=2, help="with --model: on a busy machine, 1")
     parser.add_argument("--prompts", type=int, default=100, help="to decode 64 tokens from")
+    parser.add_argument(
+        "--calibrations",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="with a run of ours: GPTQ on so many samples of its training examples instead",
+    )
     parser.add_argument(
         "--tune", type=int, default=0, metavar="STEPS", help="LoRA over int4 beside float32 instead"
     )
@@ -115,7 +127,8 @@ def run(
 ) -> Iterator[dict[str, object]]:
     """Layers by shape, then whole models; or the quality of one model."""
     if asked is not None and asked.model is not None:
-        yield from (tuning if asked.tune else quality)(asked, device=device)
+        measure = tuning if asked.tune else calibrations if asked.calibrations else quality
+        yield from measure(asked, device=device)
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
@@ -136,6 +149,7 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
 
     On a GPU the reference computes, which has the bits of our C routines.
     """
+    torch.set_num_threads(asked.threads)
     adapter = load(asked.model, device=device)
     full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
     text = asked.text
@@ -201,6 +215,39 @@ class Remembered:
         if id(batch) not in self.kept:
             self.kept[id(batch)] = self.model(batch)
         return self.kept[id(batch)]
+
+
+@torch.no_grad()
+def calibrations(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
+    """A run of ours in int8 and int4, and by GPTQ on several samples of its training examples."""
+    torch.set_num_threads(asked.threads)
+    run = run_of(asked.model)
+    if run is None:
+        raise InputError("not a run of ours, which has a task", where=asked.model)
+    adapter, task = load(asked.model, device=device), assemble(run).task
+    full, material = adapter.model.float().eval(), of_task(task)
+    known = Remembered(full)
+    case = f"{Path(asked.model).name}, {sum(p.numel() for p in full.parameters()):,} parameters"
+
+    def row(name: str, spec: QuantSpec, batches: Sequence[Batch]) -> tuple[dict, float]:
+        small, _ = quantize_on(copy.deepcopy(full), batches, spec)
+        found = agree(known, small, material.measuring)
+        error = "" if found.change_error is None else f" ± {found.change_error:.3%}"
+        said = f"{name}: perplexity {found.change:+.3%}{error}, KL {found.full_to_small.mean:.6f}"
+        return _row(case, f"{said}, same token {found.top1:.2%}"), found.change
+
+    for name, scheme in (("int8", Int8()), ("int4", Int4())):
+        yield row(name, QuantSpec(scheme=scheme), material.calibrating)[0]
+    count, changes = task.sizes()["train"], []
+    for seed in range(asked.calibrations):
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
+        picked = [order[i : i + ROWS_CALIBRATING] for i in CALIBRATING if i < count]
+        batches = [task.batch("train", rows) for rows in picked]
+        name = f"int4, GPTQ on sample {seed} of {tokens_of(batches):,} tokens"
+        made, change = row(name, QuantSpec(scheme=Int4(), method="gptq"), batches)
+        changes.append(change)
+        yield made
+    yield _row(case, f"int4, GPTQ, mean of {len(changes)}: {statistics.mean(changes):+.3%}")
 
 
 def tuning(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
