@@ -21,6 +21,7 @@ nothing), which leaves groups of 32 without a grid.
 import argparse
 import copy
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
     answers = _greedy(full, prompts)
     known = Remembered(full)
     makers = dict(_makers(full, found.calibrating, every=asked.all))
-    wanted = asked.only.split(",")
+    wanted = re.split(",(?! )", asked.only)  # names have a space after their commas
     for name in makers:
         if not any(name == one or (one in name and one not in makers) for one in wanted):
             continue
