@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from bench.quant_peers import ggml_packed, ggml_quantizer, installed, k_m_format, peers_of
 from glassformer.adapters.load import load
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.block import why_not
+from glassformer.generation.fast.choice import fastest_stepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
@@ -373,9 +373,7 @@ def _greedy(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens that follow each prompt, each the likeliest."""
     room = model.spec.max_seq_len - max((len(prompt) for prompt in prompts), default=0)
     found, spec = [], DecodeSpec(max_new_tokens=min(NEW, room))
-    device = next(model.parameters()).device
-    fast = device.type == "cpu" and not why_not(model.spec)
-    stepper = FastStepper(model) if fast else TorchStepper(model)
+    stepper = fastest_stepper(model)
     for i in range(0, len(prompts), 10):
         some = Prompts.of(prompts[i : i + 10])
         found += [list(one.tokens) for one in generate_batch(stepper, some, spec=spec)]

@@ -245,7 +245,7 @@ FAULTS = (
     Fault("no embedding dropout", "models.stack:run_stack", "parts.dropout(x_BTD)", "x_BTD", DROPOUT, "core"),
     Fault("uniform without its lower half", "nn.linear:initialise", "uniform_(-bound, bound", "uniform_(0.0, bound", "initial weights follow their rule"),
     Fault("std squared", "nn.linear:initialise", "normal_(0.0, std,", "normal_(0.0, std**2,", "initial weights follow their rule"),
-    Fault("weights transposed on disk", "store.tensors:tensor_chunks", "array_of(name).tobytes()", "array_of(name).T.tobytes()", "saved and loaded, same bits", "core"),
+    Fault("weights transposed on disk", "store.tensors:tensor_chunks", "_memory(array_of(name))", "_memory(array_of(name).T)", "saved and loaded, same bits", "core"),
     Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, self.edits[name])", "_replaced(name, x, self.edits[name])", TAPS, "core"),
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
     # by hand
