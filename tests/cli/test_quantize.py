@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
-from glassformer.lab.quantize import Wish, _warnings, _without_text, tokens_of
+from glassformer.lab.quantize import Wish, _warnings, _without_text, of_text, tokens_of
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import quant_spec
@@ -240,6 +240,26 @@ def test_a_model_of_its_own_is_measured_on_manuals(runs, tmp_path):
     assert tokens_of(material.calibrating) > 3000 < tokens_of(material.measuring)
     assert material.measuring[0].tokens.shape[1] <= adapter.model.spec.max_seq_len
     assert _without_text(adapter, None).origin == "sequences drawn from the model itself"
+
+
+@pytest.mark.parametrize("bos", [None, 5])
+def test_windows_of_a_text_begin_as_the_models_texts_do(tmp_path, bos):
+    """After BOS where the tokenizer puts one before a text; then its first token is predicted."""
+    model = gf.build(gf.preset("core", vocab_size=300, max_seq_len=24), seed=1).model
+    (tmp_path / "text").write_text("a text of some hundred letters, " * 40)
+    tokenizer = SimpleNamespace(
+        encode=lambda text: [10 + i % 287 for i in range(len(text))], bos=bos
+    )
+    material = of_text(tmp_path / "text", tokenizer, model, length=11)
+    (first, *_) = material.calibrating
+    assert first.tokens.shape[1] == 11
+    if bos is None:
+        assert first.tokens[0, :3].tolist() == [10, 11, 12]
+        assert first.targets["next"][0, :2].tolist() == [11, 12]
+    else:
+        assert (first.tokens[:, 0] == bos).all()
+        assert first.tokens[0, 1:4].tolist() == [10, 11, 12]
+        assert first.targets["next"][0, :2].tolist() == [10, 11]
 
 
 def test_the_benchmark_measures_a_model_beside_other_formats(runs):

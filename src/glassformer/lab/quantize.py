@@ -236,7 +236,7 @@ def _of_words(
     if len(ids) and ids.max() >= model.spec.vocab_size:
         raise InputError("the tokenizer has more tokens than the model", where=where)
     cut = int(len(ids) * (1 - HELD_OUT))
-    parts = [_windows(part, model, length) for part in (ids[:cut], ids[cut:])]
+    parts = [_windows(part, model, length, bos=tokenizer.bos) for part in (ids[:cut], ids[cut:])]
     if not all(parts):
         raise InputError(
             f"a text of {len(ids)} tokens is too short to calibrate and to measure on",
@@ -285,11 +285,17 @@ def _check_continues(model: Model) -> None:
         )
 
 
-def _windows(ids: "np.ndarray", model: Model, length: int) -> list[Batch]:
+def _windows(
+    ids: "np.ndarray", model: Model, length: int, *, bos: int | None = None
+) -> list[Batch]:
+    """Return a text in windows, each after the token that the model's texts begin with."""
     many = _rows(model, length)
     length = min(length, model.spec.max_seq_len, max(2, len(ids) - 1))
     starts = range(0, len(ids) - length, length)
-    rows = [ids[start : start + length + 1] for start in starts]
+    if bos is None:
+        rows = [ids[start : start + length + 1] for start in starts]
+    else:
+        rows = [np.array([bos, *ids[start : start + length]]) for start in starts]
     return [_batch(np.stack(rows[i : i + many])) for i in range(0, len(rows), many)]
 
 
