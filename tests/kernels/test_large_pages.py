@@ -64,3 +64,10 @@ def test_a_tensor_larger_than_a_piece():
     assert before.tolist() == [1.0] * 5
     assert large[-1] == 3.0
     assert after.tolist() == [2.0] * 7
+
+
+@needs_linux
+def test_a_kernel_without_large_pages_gives_ordinary_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9_999)  # advice that no kernel knows
+    made = LargePages().empty((3, 5))
+    assert made.fill_(2.0).sum() == 30

@@ -2,11 +2,12 @@
 
 A processor remembers where a few thousand pages are, and a decoding step passes over more: on pages
 of 2 MB instead of 4 KB the products of a model of 135 million parameters take three quarters of the
-time. Linux gives such pages to memory that requests them; elsewhere, and for what is mapped from a
-file, pages are as they come. To get them is quicker than to get small ones, but not in a virtual
-machine that gives its free memory back to the host: there it costs about what `WORTH` steps save.
+time. Linux gives such pages to memory that requests them; elsewhere, on a kernel built without
+them, and for what is mapped from a file, pages are as they come. To get them has a price of its
+own: in a virtual machine that gives its free memory back to the host about what `WORTH` steps save.
 """
 
+import contextlib
 import math
 import mmap
 
@@ -42,7 +43,8 @@ class LargePages:
     def _begin(self, size: int) -> None:
         """Map a piece of memory; it begins with the first complete page."""
         piece = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        piece.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them: pages are as they come
+            piece.madvise(mmap.MADV_HUGEPAGE)
         begin = torch.frombuffer(piece, dtype=torch.uint8, count=1).data_ptr()
         self._at = -begin % PAGE
         self._piece, self._end = piece, self._at + size

@@ -175,7 +175,7 @@ def _run(
         check_threads(threads)
         is_long = request.decoding.max_new_tokens >= large_pages.WORTH
         model = load(path, large_pages=is_long).to(device)
-        guessing = None if draft is None else load(draft).to(device)
+        guessing = None if draft is None else load(draft, large_pages=is_long).to(device)
     stepper = make_stepper(model, request.step, draft=guessing)
     prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
     count = threads_of_decoding(model.spec, asked=threads, device=device)
