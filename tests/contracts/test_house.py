@@ -60,6 +60,7 @@ ONLY_WITH = {
     "glassformer.kernels.triton_choose": "triton",
     "glassformer.kernels.triton_decode": "triton",
     "glassformer.kernels.triton_loss": "triton",
+    "glassformer.kernels.triton_norm": "triton",
     "glassformer.kernels.triton_rows": "triton",
     "glassformer.kernels.triton_step": "triton",
 }

@@ -35,7 +35,7 @@ def test_a_product_of_one_row(n_in, norm, gated, extra):
         wide = F.layer_norm(wide, (n_in,), gain.double(), shift.double(), 1e-6)
     want = wide @ weight.double().t() + (0 if bias is None else bias)
     if gated:
-        want = F.silu(want[:, :n_out]) * want[:, n_out:]
+        want = F.silu(want[:, ::2]) * want[:, 1::2]
     want = want if residual is None else want + residual
     shown = triton_decode.product(
         x,
@@ -55,7 +55,7 @@ def test_a_gate_of_many_rows():
     from glassformer.kernels import triton_decode
 
     wide = draw(5, 2 * 1031)
-    want = F.silu(wide[:, :1031].double()) * wide[:, 1031:]
+    want = F.silu(wide[:, ::2].double()) * wide[:, 1::2]
     assert (triton_decode.gate(wide) - want).abs().max() < 1e-5
 
 
@@ -192,7 +192,7 @@ def test_products_of_some_rows(rows, shape, activation, dtype):
 
     def activated(y):
         if activation == "gate":
-            return F.silu(y[:, :n_out]) * y[:, n_out:]
+            return F.silu(y[:, ::2]) * y[:, 1::2]
         return {"": lambda y: y, "relu": F.relu, "gelu": F.gelu}[activation](y)
 
     def close(shown, want):
@@ -261,3 +261,55 @@ def test_the_gated_unit_of_one_product(width, dtype):
     limit = 1e-6 if dtype == torch.float32 else 1e-2
     for ours, theirs in ((shown, wanted), (back, right)):
         assert (ours - theirs).norm() <= limit * theirs.norm()
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["rms", "layer", "biased"])
+@pytest.mark.parametrize("shape", [(3, 5, 17), (7, 401, 96), (2, 13, 5003)])
+def test_a_sum_and_its_norm(shape, kind, half):
+    """Values and gradients against autograd in float64; then the same in half precision."""
+    from glassformer.kernels.triton_norm import sum_and_norm
+
+    dtype, D = half or torch.float32, shape[-1]
+    given = [draw(*shape) + 0.5, draw(*shape, seed=1, dtype=dtype), draw(D, seed=2)]
+    given += [draw(D, seed=3)] if kind == "biased" else []
+    given = [one.requires_grad_() for one in given]
+    x, added, gain, *bias = exact = [one.detach().double().requires_grad_() for one in given]
+    total = x + added
+    centred = total if kind == "rms" else total - total.mean(-1, keepdim=True)
+    rate = (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    normed = centred * rate * gain + (bias[0] if bias else 0.0)
+    bias = given[3] if kind == "biased" else None
+    shown = sum_and_norm(*given[:3], bias, 1e-6, kind != "rms", dtype)
+    grads = draw(*shape, seed=4), draw(*shape, seed=5, dtype=dtype)
+    ours = torch.autograd.grad(shown[:2], given, grads)
+    theirs = torch.autograd.grad((total, normed), exact, [one.double() for one in grads])
+    limits = [1e-6, 1e-6 if half is None else 4e-3] + [2e-6] * 3
+    assert (shown[0] - total).norm() <= 1e-6 * total.norm()
+    assert (shown[1] - normed).norm() <= limits[1] * normed.norm()
+    for one, other, limit in zip(ours, theirs, limits, strict=False):
+        assert one.shape == other.shape and (one - other).norm() <= limit * other.norm()
+    assert ours[1].dtype == dtype and torch.equal(ours[1], ours[0].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", [(3, 7, 5), (13, 1024), (2, 301, 1031)])
+def test_gelu_of_a_sum_with_a_bias(shape, biased, dtype):
+    """Values and gradients against torch in float64."""
+    from glassformer.kernels.triton_norm import biased_gelu
+
+    wide = (3 * draw(*shape, dtype=dtype)).requires_grad_()
+    bias = draw(shape[-1], seed=1).requires_grad_() if biased else None
+    grad = draw(*shape, seed=2, dtype=dtype)
+    given = [wide, bias] if biased else [wide]
+    exact = [one.detach().double().requires_grad_() for one in given]
+    shown = biased_gelu(wide, bias)
+    wanted = F.gelu(sum(exact))
+    limit = 1e-6 if dtype == torch.float32 else 1e-2
+    if dtype == torch.float32:
+        assert (shown - wanted).abs().max() <= 2e-6
+    ours = torch.autograd.grad(shown, given, grad)
+    theirs = torch.autograd.grad(wanted, exact, grad.double())
+    for one, other in zip((shown, *ours), (wanted, *theirs), strict=True):
+        assert one.shape == other.shape and (one - other).norm() <= limit * other.norm()

@@ -54,10 +54,14 @@ def test_the_recorded_step_is_the_plain_step(case):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
-def test_the_compiled_step_is_the_plain_step(monkeypatch):
-    """With the kernels of a compiled step: heads cut apart and rotated, gate, loss."""
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize("name", ["lm-modern", "text", "parity", "reverse"])
+def test_the_compiled_step_is_the_plain_step(name, monkeypatch):
+    """With the kernels of a compiled step: heads cut apart and rotated, gate, GELU, norms after a
+    sum, loss.
+    """
     monkeypatch.setattr(losses, "FUSED_PIECE", 1)
-    run, task, (_, plain) = pair("lm-modern", "model.decoder.dropout=0", steps=12)
+    run, task, (_, plain) = pair(name, "model.decoder.dropout=0", steps=12)
     compiled = TorchEngine.fresh(run.model, replace(run.train, compile="on"), device="cuda")
     for ours, theirs in zip(
         fit(compiled, task, run.train), fit(plain, task, run.train), strict=True

@@ -170,7 +170,7 @@ def test_a_step_that_cannot_be_compiled_is_told(token_files):
     def fails(views):
         raise torch._dynamo.exc.Unsupported("no such operation\nand much more")
 
-    engine.recorded.objective = fails
+    engine.recorded.objective, engine.recorded.compiled = fails, True
     with pytest.raises(MachineError, match=r"could not compile.*: no such operation\n") as caught:
         engine.step([task.batch("train", np.arange(8))], lr=0.01, seed=0)
     assert "train.compile=off" in caught.value.hint

@@ -79,19 +79,23 @@ def _product(
     i = tl.arange(0, BLOCK_I)
     real = o < n_out
     at = w_ptr + o.to(tl.int64)[:, None] * n_in
+    if ACTIVATION == "gate":  # gate and up of an output are neighbours
+        at = w_ptr + 2 * o.to(tl.int64)[:, None] * n_in
     # What no kernel writes is loaded before the wait: the weights of the first inputs, mostly all.
     inside = real[:, None] & (i < n_in)[None, :]
     weight = tl.load(at + i[None, :], inside, 0.0, eviction_policy="evict_first")
     up = weight
     if ACTIVATION == "gate":
-        at_up = at + n_out.to(tl.int64) * n_in
+        at_up = at + n_in
         up = tl.load(at_up + i[None, :], inside, 0.0, eviction_policy="evict_first")
     bias = tl.zeros((BLOCK_O,), tl.float32)
     bias_up = tl.zeros((BLOCK_O,), tl.float32)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + o, real, 0.0).to(tl.float32)
         if ACTIVATION == "gate":
-            bias_up = tl.load(bias_ptr + n_out + o, real, 0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + 2 * o, real, 0.0).to(tl.float32)
+            bias_up = tl.load(bias_ptr + 2 * o + 1, real, 0.0).to(tl.float32)
+        else:
+            bias = tl.load(bias_ptr + o, real, 0.0).to(tl.float32)
     await_inputs(EARLY)
     residual = tl.zeros((BLOCK_O,), tl.float32)
     if residual_ptr is not None:
@@ -137,7 +141,7 @@ def _product(
     tl.store(out_ptr + o, (out + residual).to(out_ptr.dtype.element_ty), real)
 
 
-#: What a product can do to its outputs; "gate" is silu(first half) * second half.
+#: What a product can do to its outputs; "gate" is silu(even outputs) * odd outputs.
 ACTIVATIONS = ("", "gate", "relu", "gelu")
 
 
@@ -230,14 +234,14 @@ def _gate(wide_ptr, out_ptr, d_ff, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     await_inputs(EARLY)
     b = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(wide_ptr + b * 2 * d_ff + f, f < d_ff, 0.0).to(tl.float32)
-    up = tl.load(wide_ptr + b * 2 * d_ff + d_ff + f, f < d_ff, 0.0).to(tl.float32)
+    both = wide_ptr + b * 2 * d_ff + 2 * f[:, None] + tl.arange(0, 2)[None, :]
+    gate, up = tl.split(tl.load(both, (f < d_ff)[:, None], 0.0).to(tl.float32))
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + b * d_ff + f, out.to(out_ptr.dtype.element_ty), f < d_ff)
 
 
 def gate(wide_BF: Tensor) -> Tensor:
-    """Return silu(first half of each row) * second half."""
+    """Return silu(even columns) * odd columns."""
     B, d_ff = len(wide_BF), wide_BF.shape[1] // 2
     assert wide_BF.is_contiguous()
     out_BF, early = wide_BF.new_empty(B, d_ff), overlaps(wide_BF.device)

@@ -55,20 +55,21 @@ def _product_of_rows(
     SPAN: tl.constexpr, FETCH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    # Gate and up of an output are neighbours: one product makes both.
+    OUTPUTS: tl.constexpr = 2 * BLOCK_O if ACTIVATION == "gate" else BLOCK_O
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    wide = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n_wide = 2 * n_out if ACTIVATION == "gate" else n_out
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     split = tl.program_id(2)
     i = tl.arange(0, BLOCK_I)
     first = split * SPAN
     # Rows and outputs outside are read as the last one, and not written.
     row = tl.minimum(b, n_rows - 1)
-    out = tl.minimum(o, n_out - 1)
+    out = tl.minimum(wide, n_wide - 1)
     at = w_ptr + out.to(tl.int64)[:, None] * n_in + i[None, :]
-    at_up = at + n_out.to(tl.int64) * n_in
     if FETCH != "":
         _fetch_ahead(w_ptr, out, first, n_in, FETCH=FETCH)
-        if ACTIVATION == "gate":
-            _fetch_ahead(w_ptr, out + n_out, first, n_in, FETCH=FETCH)
     await_inputs(EARLY)
     from_x = x_ptr + row[:, None] * n_in + i[None, :]
     # What the end needs is loaded before the loop: by then it has arrived.
@@ -83,15 +84,11 @@ def _product_of_rows(
     residual = tl.zeros((BLOCK_B, BLOCK_O), x_ptr.dtype.element_ty)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + place, inside, 0.0)
-    acc = tl.zeros((BLOCK_B, BLOCK_O), tl.float32)
-    acc_up = tl.zeros((BLOCK_B, BLOCK_O), tl.float32)
+    acc = tl.zeros((BLOCK_B, OUTPUTS), tl.float32)
     for begin in range(first, tl.minimum(first + SPAN, n_in), BLOCK_I):
         x = tl.load(from_x + begin)
         weight = tl.load(at + begin)
         acc = tl.dot(x, tl.trans(weight), acc)
-        if ACTIVATION == "gate":
-            up = tl.load(at_up + begin)
-            acc_up = tl.dot(x, tl.trans(up), acc_up)
     last = True
     if SPLITS > 1:  # whoever comes last adds the parts, in one order
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -111,13 +108,11 @@ def _product_of_rows(
         if SQUARES > 0:
             rate = tl.rsqrt(tl.sum(squares, 0) / n_in + eps)[:, None]
             acc *= rate
-            acc_up *= rate
         if bias_ptr is not None:
-            acc += tl.load(bias_ptr + o, real, 0.0).to(tl.float32)[None, :]
-            if ACTIVATION == "gate":
-                acc_up += tl.load(bias_ptr + n_out + o, real, 0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias_ptr + wide, wide < n_wide, 0.0).to(tl.float32)[None, :]
         if ACTIVATION == "gate":
-            acc = acc * tl.sigmoid(acc) * acc_up
+            gate, up = tl.split(tl.reshape(acc, (BLOCK_B, BLOCK_O, 2)))
+            acc = gate * tl.sigmoid(gate) * up
         elif ACTIVATION == "relu":
             acc = tl.maximum(acc, 0.0)
         elif ACTIVATION == "gelu":
@@ -196,12 +191,14 @@ def product_of_rows(
     early = overlaps(x_BI.device)
     span = triton.cdiv(triton.cdiv(n_in, tile.inputs), tile.splits) * tile.inputs
     whole = span * tile.splits == n_in
+    wide = 2 * tile.outputs if activation == "gate" else tile.outputs
+    assert wide <= 32 * tile.warps or not early, "a thread fetches the weights of one output"
     _product_of_rows[grid](
         x_BI, squares, weight_OI, bias_O, residual_BO, gain_O, out_BO, gained_BO, made_PB,
         parts, counts if tile.splits > 1 else None, B, n_out, n_squares, eps,
         n_in=n_in, ACTIVATION=activation,
         SQUARES=triton.next_power_of_2(n_squares) if n_squares else 0, SPLITS=tile.splits,
-        SPAN=span, FETCH=_fetch(span, tile.outputs) if early and whole else "",
+        SPAN=span, FETCH=_fetch(span, wide) if early and whole else "",
         BLOCK_B=tile.rows, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs, EARLY=early,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
@@ -213,8 +210,8 @@ def product_of_rows(
 #: For two products side by side, for more outputs than inputs, for as many, and for many inputs.
 GATED = Tile(128, 64, 64, 1, 8, 4)
 WIDE = Tile(64, 16, 128, 1, 4, 4)
-EQUAL = Tile(64, 16, 128, 1, 4, 4)
-DEEP = Tile(64, 32, 64, 4, 4, 6)
+EQUAL = Tile(64, 16, 128, 1, 4, 6)
+DEEP = Tile(64, 64, 128, 4, 4, 4)
 
 
 def tile_of(rows: int, n_in: int, n_out: int, *, gated: bool) -> Tile:

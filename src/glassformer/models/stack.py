@@ -23,6 +23,7 @@ from glassformer.nn.position import (
     SinusoidalPosition,
     build_own_position,
 )
+from glassformer.nn.residual import Pending, defers_sums
 from glassformer.nn.taps import Taps, TapsAt, tap, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
@@ -182,6 +183,8 @@ def run_stack(
         x_BTD = parts.embed_norm(x_BTD)
     x_BTD = parts.dropout(x_BTD)
     x_BTD = tap(at, "embed", x_BTD)
+    defer = not recompute and at is None and cache is None and defers_sums(x_BTD)
+    pending = Pending() if defer else None
     for layer, block in enumerate(parts.stack.blocks()):
         module = cast(TransformerBlock, parts.blocks[layer])
         run = partial(checkpoint, module, use_reentrant=False) if recompute else module
@@ -196,7 +199,10 @@ def run_stack(
             balance=None
             if balance is None
             else BalanceAt(balance, f"{prefix}blocks.{layer}", valid_BT),
+            pending=pending,
         )
+    if pending is not None:
+        x_BTD = pending.onto(x_BTD)
     if parts.final_norm is not None:
         x_BTD = parts.final_norm(x_BTD)
     if cache is not None:

@@ -30,23 +30,32 @@ from glassformer.spec import model as spec
 from glassformer.spec.execution import GPU_HEAD_BYTES
 
 
-def _varlen_kernel() -> Callable[..., Any] | None:
-    """Return torch's attention of packed sequences; 2.10's has neither window nor scale."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+class _PackedKernel:
+    """torch's attention of packed sequences, once a batch of them is there.
+
+    Its module imports torch's compiler, which takes seconds of every start. `groups` is how a
+    release is told of fewer key-value heads; where it cannot be told, its kernel sees it.
+    """
+
+    def __init__(self) -> None:
+        self.call: Callable[..., Any] | None = None
+        self.groups: dict[str, bool] = {}
+
+    def load(self) -> None:
+        """Import it, if this torch has it; 2.10's has neither window nor scale."""
+        if self.call is not None:
+            return
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return
+        known = inspect.signature(varlen_attn).parameters
+        if "window_size" in known:
+            self.groups = {"enable_gqa": True} if "enable_gqa" in known else {}
+            self.call = varlen_attn
 
 
-#: Its module imports torch's compiler, which takes seconds: not where there is no GPU to use it.
-PACKED = _varlen_kernel() if torch.cuda.is_available() else None
-#: How a release is told of fewer key-value heads; where it cannot be told, its kernel sees it.
-PACKED_GROUPS = (
-    {"enable_gqa": True}
-    if PACKED is not None and "enable_gqa" in inspect.signature(PACKED).parameters
-    else {}
-)
+PACKED = _PackedKernel()
 #: What the kernel of packed sequences takes: these formats, widths of a head in these steps.
 HALF, PACKED_HEADS, PACKED_MOST = (torch.bfloat16, torch.float16), 8, 256
 
@@ -103,7 +112,7 @@ def _attend_fused(
     T, H = q_BNTH.shape[2:]
     if mask.packed is not None and mask.bias is None and (dropout is None or dropout.p == 0.0):
         dtype = _kernel_dtype(q_BNTH)
-        if PACKED is not None and dtype in HALF and H % PACKED_HEADS == 0 and H <= PACKED_MOST:
+        if PACKED.call is not None and dtype in HALF and H % PACKED_HEADS == 0 and H <= PACKED_MOST:
             parts = (x.to(dtype) for x in (q_BNTH, k_BKSH, v_BKSH))
             return _attend_packed(*parts, packed=mask.packed, scale=scale)
     if q_BNTH.is_cuda and q_BNTH.dtype != torch.float64 and T > 1:
@@ -138,9 +147,9 @@ def _attend_packed(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, packed: Packed, scale: float | None
 ) -> Tensor:
     """Attention within each run alone: what the mask excludes is not computed."""
-    assert PACKED is not None
+    assert PACKED.call is not None
     B, _, T, H = q_BNTH.shape
-    out_MNH = PACKED(
+    out_MNH = PACKED.call(
         *(x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKSH, v_BKSH)),
         packed.runs_R,
         packed.runs_R,
@@ -148,7 +157,7 @@ def _attend_packed(
         T,
         scale=1 / math.sqrt(H) if scale is None else scale,
         window_size=(packed.left, packed.right),
-        **PACKED_GROUPS,
+        **PACKED.groups,
     )
     out_BTNH: Tensor = out_MNH.unflatten(0, (B, T))
     return out_BTNH.transpose(1, 2)

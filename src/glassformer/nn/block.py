@@ -9,6 +9,7 @@ from glassformer.nn.cache import Cache
 from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, build_feed_forward
 from glassformer.nn.mask import Mask
 from glassformer.nn.norm import build_norm
+from glassformer.nn.residual import Pending
 from glassformer.nn.taps import TapsAt, tap, under
 from glassformer.spec import model as spec
 
@@ -59,7 +60,10 @@ class TransformerBlock(nn.Module):
         cache: Cache | None = None,
         taps: TapsAt | None = None,
         balance: BalanceAt | None = None,
+        pending: Pending | None = None,
     ) -> Tensor:
+        """Return the stream after this block, without what it leaves in `pending`."""
+
         def attend(x: Tensor) -> Tensor:
             out = self.attn(
                 x,
@@ -88,7 +92,17 @@ class TransformerBlock(nn.Module):
                 return self.drop(self.ffn(x, taps=under(taps, "ffn."), balance=balance))
             return self.drop(self.ffn(x, taps=under(taps, "ffn.")))
 
-        x = tap(taps, "resid_pre", x_BTD)
+        if pending is not None and self.pre:
+            assert taps is None and self.attn_norm is not None and self.ffn_norm is not None
+            x, normed = pending.normed(x_BTD, self.attn_norm)
+            pending.added_BTD = attend(normed)
+            if self.cross_norm is not None:
+                x, normed = pending.normed(x, self.cross_norm)
+                pending.added_BTD = read(normed)
+            x, normed = pending.normed(x, self.ffn_norm)
+            pending.added_BTD = feed(normed)
+            return x
+        x = tap(taps, "resid_pre", x_BTD if pending is None else pending.onto(x_BTD))
         if self.attn_norm is None:
             assert self.placement == "pre_ffn" and self.ffn_norm is not None
             x = tap(taps, "resid_mid", x + attend(x))

@@ -20,6 +20,7 @@ from glassformer.nn.linear import (
     TRITON_DTYPES,
     Linear,
     joined_product,
+    linear,
     side_by_side,
 )
 from glassformer.nn.taps import TapsAt, tap
@@ -62,8 +63,27 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, *, taps: TapsAt | None = None) -> Tensor:
-        hidden_BTF = tap(taps, "hidden", activate(self.up_proj(x_BTD), self.activation))
+        hidden_BTF = self._activated(x_BTD)
+        if hidden_BTF is None:
+            hidden_BTF = activate(self.up_proj(x_BTD), self.activation)
+        hidden_BTF = tap(taps, "hidden", hidden_BTF)
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
+
+    def _activated(self, x_BTD: Tensor) -> Tensor | None:
+        """Return gelu(up(x)) with bias and GELU as one kernel; None outside code that is compiled
+        for a GPU, and for another activation.
+        """
+        if not HAS_TRITON or self.activation != "gelu":
+            return None
+        if not (torch.compiler.is_compiling() and x_BTD.is_cuda and type(self.up_proj) is Linear):
+            return None
+        wide_BTF = linear(x_BTD, self.up_proj.weight)
+        if wide_BTF.dtype not in TRITON_DTYPES:
+            return None
+        from glassformer.kernels.triton_norm import biased_gelu
+
+        hidden_BTF: Tensor = biased_gelu(wide_BTF, self.up_proj.bias)
+        return hidden_BTF
 
 
 def clamped_product(gate_BTF: Tensor, up_BTF: Tensor, clamp: spec.Clamp) -> Tensor:

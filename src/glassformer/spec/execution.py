@@ -13,7 +13,7 @@ GPU_HEAD_BYTES = 16
 GPU_WIDTHS = 8
 GPU_CLASSES = 128
 #: Products of one input are joined, in a compiled step, while their weights have this many numbers.
-GPU_JOINED = 1 << 19
+GPU_JOINED = 1 << 21
 #: Logits with more entries than this are computed in chunks: of CHUNK entries where the gradient is
 #: taken at once, of this many where the backward pass computes them again.
 PIECE = 1 << 25

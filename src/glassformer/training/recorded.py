@@ -201,6 +201,7 @@ class RecordedSteps:
         self.device = self.parameters[0].device
         self.heads: tuple[str, ...] = ()
         self.objective: Callable[..., tuple[Tensor, Tensor]] = self._objective
+        self.compiled = compiled
         if compiled:
             self.objective = torch.compile(self._objective, fullgraph=True, dynamic=False)
         # With several batches a step their gradients add up in place; with one they are replaced.
@@ -271,7 +272,7 @@ class RecordedSteps:
         block.send(arrays)
         if kind not in self.graphs:
             self.model.train()
-            with torch._dynamo.config.patch(recompile_limit=2 * SHAPES):
+            with self._shapes_allowed():
                 if first or self.device.type != "cuda":
                     result = self._plainly(compute, block.views)
                     self.model.eval()
@@ -282,6 +283,17 @@ class RecordedSteps:
         # Autograd does not see what a record writes; whoever keeps results by version must.
         torch.autograd.graph.increment_version(self.parameters)
         return self.results[kind]
+
+    def _shapes_allowed(self) -> contextlib.AbstractContextManager[object]:
+        """Let torch compile for as many shapes as are recorded; its compiler takes seconds to
+        import, so only where it is used.
+        """
+        if not self.compiled:
+            return contextlib.nullcontext()
+        allowed: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
+            recompile_limit=2 * SHAPES
+        )
+        return allowed
 
     def _plainly(
         self, compute: Callable[[Mapping[str, Tensor]], Tensor], views: Mapping[str, Tensor]
@@ -377,6 +389,8 @@ class RecordedSteps:
 
     def _guarded(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Call the objective, compiled or not; say so if it cannot be compiled."""
+        if not self.compiled:
+            return self.objective(views)
         try:
             return self.objective(views)
         except torch._dynamo.exc.TorchDynamoException as error:

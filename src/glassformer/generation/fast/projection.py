@@ -52,10 +52,16 @@ class Maker:
         norm: LayerNorm | RMSNorm | None = None,
         activation: str = "",
     ) -> "Projection":
-        """Return layers of one input as one product; quantized layers have their own."""
+        """Return layers of one input as one product; quantized layers have their own.
+
+        Our GPU kernels want gate and up of an output as neighbours.
+        """
         if not any(isinstance(part, OwnProduct) for part in parts):
-            plain = joined([linear_parts(part) for part in parts])
-            return self.projection(*plain, norm=norm, activation=activation)
+            weight_OI, bias_O = joined([linear_parts(part) for part in parts])
+            if activation == "gate" and self.gpu is not None:
+                weight_OI = neighbours(weight_OI)
+                bias_O = None if bias_O is None else neighbours(bias_O)
+            return self.projection(weight_OI, bias_O, norm=norm, activation=activation)
         products = [
             part.product() if isinstance(part, OwnProduct) else self.product(*linear_parts(part))
             for part in parts
@@ -85,6 +91,12 @@ class OwnTable(Protocol):
 
     def product(self, bias_O: Tensor | None) -> Product:
         """Return the product of a head that is tied to the table."""
+
+
+def neighbours(both_O: Tensor) -> Tensor:
+    """Return rows of two halves with each row of the first before that of the second."""
+    first, second = both_O.chunk(2)
+    return torch.stack((first, second), dim=1).flatten(0, 1)
 
 
 class SideBySide:
@@ -143,7 +155,8 @@ def row_kernels(weight_OI: Tensor) -> ModuleType | None:
 
 
 class Projection:
-    """activation(product(norm(x))); "gate" is silu(first half) * second half.
+    """activation(product(norm(x))); "gate" is silu(first half) * second half, by our kernels
+    silu(even outputs) * odd outputs.
 
     With our kernels a product of some rows that adds to a residual may prepare it for the norm of
     the projection that reads it next (`prepare`).
@@ -162,6 +175,7 @@ class Projection:
         self.product = cast(Product, product)
         self.norm = None if norm is None else make_norm(norm)
         self.gpu = gpu if type(product) is Product else None
+        assert activation != "gate" or self.gpu is gpu, "the weights' order is our kernels'"
         self.norm_operands = {} if norm is None else norm_operands(norm)
         self.next_gain_O: Tensor | None = None
         self.rows: ModuleType | None = None
