@@ -566,7 +566,7 @@ def _attention(
     K, S = k_BKSH.shape[1:3]
     assert mask_BS is None or mask_BS.shape[0] == 1 or mask_BS.is_contiguous()
     group, width = n_heads // K, max(16, triton.next_power_of_2(H))
-    chunk, warps = _chunk(group, B * K)
+    chunk, warps = _chunk(group, B * K, S)
     span = _span(B, K, S, chunk)
     parts = triton.cdiv(S, span)
     out_BN = q_BXH.new_empty(B, n_heads * H)
@@ -601,11 +601,14 @@ def _attention(
     return out_BN
 
 
-def _chunk(group: int, programs: int) -> tuple[int, int]:
+def _chunk(group: int, programs: int, n_places: int) -> tuple[int, int]:
     """Return the positions that a program reads at once, and its warps, as measured on an H200.
 
-    Many programs of one query each hide each other's waiting best if they are small.
+    Many programs of one query each hide each other's waiting best if they are small; those of
+    several queries, if they read a long past in few pieces.
     """
+    if group > 1 and programs >= 256 and n_places >= 256:
+        return 128, 4
     if group > 1 or programs < 256:
         return 64, 4
     return 32, 2 if programs < 1024 else 1

@@ -112,14 +112,16 @@ def _product_of_rows(
             acc += tl.load(bias_ptr + wide, wide < n_wide, 0.0).to(tl.float32)[None, :]
         if ACTIVATION == "gate":
             gate, up = tl.split(tl.reshape(acc, (BLOCK_B, BLOCK_O, 2)))
-            acc = gate * tl.sigmoid(gate) * up
+            result = gate * tl.sigmoid(gate) * up
         elif ACTIVATION == "relu":
-            acc = tl.maximum(acc, 0.0)
+            result = tl.maximum(acc, 0.0)
         elif ACTIVATION == "gelu":
-            acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
+            result = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
+        else:
+            result = acc
         if residual_ptr is not None:
-            acc += residual.to(tl.float32)
-        made = acc.to(out_ptr.dtype.element_ty)
+            result += residual.to(tl.float32)
+        made = result.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + place, made, inside)
         if gain_ptr is not None:
             shown = tl.where(inside, made.to(tl.float32), 0.0)

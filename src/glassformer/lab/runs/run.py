@@ -20,6 +20,7 @@ from typing import Any
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import load
+from glassformer.generation.stepper import ReplayedStepper
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
@@ -152,6 +153,10 @@ class TrainingRun:
         stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
         self.samples = lambda: write_samples(stepper, self.task)[0]
+        #: From the second samples on their steps are recorded, and wait for a GPU alone: meanwhile
+        #: this thread evaluates. While something is recorded, no other thread may use the GPU.
+        self.samples_aside = False
+        self.may_sample_aside = isinstance(stepper, ReplayedStepper) and peers is None
         self.probes: Callable[[], Probes] = self._probes
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
@@ -416,6 +421,7 @@ class TrainingRun:
         return bool(patience) and self.progress.stale >= patience
 
     def _evaluate(self) -> Evaluated:
+        aside = self.writer.submit(self.samples) if self.samples_aside else None
         evaluation = evaluate(
             self.engine,
             self.task,
@@ -435,17 +441,21 @@ class TrainingRun:
             if isinstance(engine, DistributedEngine) and engine.sharded:
                 samples = engine.run(self._look_closer)  # its parameters are on all ranks
             elif self.directory.writes:
-                samples = self._look_closer()
+                samples = self._look_closer(aside)
+                self.samples_aside = self.may_sample_aside
+        elif aside is not None:
+            aside.result()  # of a model that is lost
         return Evaluated(self.progress.step, evaluation, best, samples)
 
-    def _look_closer(self) -> tuple[Sample, ...]:
-        """Write samples and probes; return the samples."""
-        samples = self.samples()
-        keep_samples(self.directory, self.progress.step, samples)
+    def _look_closer(self, aside: Future[tuple[Sample, ...]] | None = None) -> tuple[Sample, ...]:
+        """Write samples and probes; return the samples, which may be on their way."""
+        samples = self.samples() if aside is None else ()
         if self.spec.train.probes:
             seen = self.probes()
             every, answers = self.spec.train.evaluate_every, self.spec.model.head_size(seen.head)
             keep_probes(self.directory, seen, every=every, vocab_size=answers)
+        samples = samples if aside is None else aside.result()
+        keep_samples(self.directory, self.progress.step, samples)
         return samples
 
     def _probes(self) -> Probes:
