@@ -210,7 +210,7 @@ def product_of_rows(
 
 
 #: For two products side by side, for more outputs than inputs, for as many, and for many inputs.
-GATED = Tile(128, 64, 64, 1, 8, 4)
+GATED = Tile(128, 64, 64, 1, 4, 5)
 WIDE = Tile(64, 16, 128, 1, 4, 4)
 EQUAL = Tile(64, 16, 128, 1, 4, 6)
 DEEP = Tile(64, 64, 128, 4, 4, 4)

@@ -27,7 +27,8 @@ class Pending:
     def normed(self, x_BTD: Tensor, norm: LayerNorm | RMSNorm) -> tuple[Tensor, Tensor]:
         """Return the stream with it, and its norm, in autocast's precision."""
         plain = type(norm) is LayerNorm or (type(norm) is RMSNorm and not norm.offset)
-        if self.added_BTD is None or not plain or norm.weight.dtype not in TRITON_DTYPES:
+        ours = plain and x_BTD.is_cuda and norm.weight.dtype in TRITON_DTYPES
+        if self.added_BTD is None or not ours:
             x_BTD = self.onto(x_BTD)
             return x_BTD, norm(x_BTD)
         from glassformer.kernels.triton_norm import sum_and_norm
