@@ -85,8 +85,9 @@ SIZES = {
 }
 #: Sizes for a GPU alone.
 LARGE = ("124 M", "GPT-2")
-#: Steps of a block, and blocks.
+#: Steps of a block, and blocks; on a CPU a batch has this many rows, and a block one step.
 STEPS, ROUNDS = {"0.3 M": 50, "3 M": 30, "10 M": 30, "124 M": 8, "GPT-2": 8}, 7
+CPU_ROWS = 4
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -429,8 +430,13 @@ def peak_product(device: str) -> float:
 
 
 def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row]:
-    """Every side of one size, in turn; on a GPU also its peak of memory."""
-    size, steps = SIZES[name], STEPS[name] if device == "cuda" else 3
+    """Every side of one size, in turn; on a GPU also its peak of memory.
+
+    A side's first block, which compiles, and its second one are printed as soon as they are done.
+    """
+    size, steps = SIZES[name], STEPS[name]
+    if device == "cpu":
+        size, steps = size._replace(batch=min(size.batch, CPU_ROWS)), 1
     built, peaks = {}, {}
     for side, make in makers(size, device, steps).items():
         if asked.sides and side not in asked.sides:
@@ -439,16 +445,22 @@ def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
         built[side] = make()
         built[side]()
+        first = time.perf_counter()
         if device == "cuda":
             peaks[side] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    times = interleave(built, rounds=ROUNDS, inner=1, warmup=1)
-    limit, first = peak_product(device), next(iter(built))
+        built[side]()
+        then = (time.perf_counter() - first) / steps * 1e3
+        about = f"{side}: begun in {first - began:.1f} s, then {then:.4g} ms a step"
+        yield said("training", f"{name}, {size.batch} x {size.length}", about)
+    times = interleave(built, rounds=ROUNDS, inner=1, warmup=0)
+    limit, baseline = peak_product(device), next(iter(built))
     for side, blocks in times.items():
         each = statistics.median(blocks) / steps
         rate = size.flops() / each / 1e9
-        shares = [a / b for a, b in zip(blocks, times[first], strict=True)]
+        shares = [a / b for a, b in zip(blocks, times[baseline], strict=True)]
         tokens = size.batch * size.length / each * 1e3
         memory = f", {peaks[side]:.1f} GiB" if side in peaks else ""
         yield {
