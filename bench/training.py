@@ -394,8 +394,11 @@ def lora_rows(device: str, *, quick: bool) -> Iterator[Row]:
         if device == "cuda":
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
         built[name] = make()
         built[name]()
+        took = time.perf_counter() - began
+        yield said("training", f"LoRA, {name}", f"built and compiled in {took:.0f} s")
         if device == "cuda":
             peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
     times = interleave(built, rounds=3 if quick else ROUNDS, inner=1, warmup=1)
