@@ -10,8 +10,8 @@ import torch
 
 from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.native import NativeStepper
-from glassformer.generation.fast.program import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts

@@ -37,7 +37,7 @@ from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.choice import fastest_stepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.stepper import PrefixCacheStepper, Stepper
 from glassformer.models.inputs import Inputs

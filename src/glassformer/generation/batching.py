@@ -27,7 +27,7 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.choice import rewinding_stepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
     OneByOneSlots,

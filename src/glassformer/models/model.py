@@ -434,7 +434,7 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         here[name].copy_(given, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
-    return {name: _numpy(tensor) for name, tensor in here.items()}
+    return {name: numpy_view(tensor) for name, tensor in here.items()}
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
@@ -442,7 +442,9 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return arrays_of({"": tensor})[""]
 
 
-def _numpy(here: torch.Tensor) -> np.ndarray:
+def numpy_view(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor on the CPU as an array over the same memory."""
+    here = tensor.detach()
     opaque = OPAQUE.get(str(here.dtype).removeprefix("torch."))
     if opaque is not None:
         return here.view(_RAW[here.itemsize]).numpy().view(opaque)

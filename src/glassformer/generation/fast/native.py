@@ -1,7 +1,7 @@
 """`NativeStepper`: a decoding step of a complete model as one call into `kernels/step.c`.
 
 Nothing is timed or compiled, so the first step is as fast as the last. It is the default on a CPU
-(`choice.fastest_stepper`) for models that the C file can run (`program.why_not`).
+(`choice.fastest_stepper`) for models that the C file can run (`from_model.why_not`).
 
 Rows need no padding: each new token has a sequence and a position, and sequences may be at any
 positions. A past is a set of rows; to add rows to a batch, read their prompts with `start` and
@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
+from glassformer.generation.fast.from_model import ModelSource, why_not
+from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs
 from glassformer.generation.fast.prompt_cache import LEAST, PromptCache
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import (
@@ -667,7 +668,7 @@ class NativeStepper(RewindingStepper):
             return
         if reason := why_not(self.model):
             raise InputError(f"no native step any more: {reason}", hint="make another stepper")
-        decoder, encoder, page = programs(self.model)
+        decoder, encoder, page = programs(self.model.spec, ModelSource(self.model))
         self._programs = decoder, encoder
         self._decoder = decoder.compiled()
         self._encoder = None if encoder is None else encoder.compiled()
