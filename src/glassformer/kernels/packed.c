@@ -124,3 +124,39 @@ EXPORT int glass_unpack(int type, const uint8_t *from, float *to, int64_t blocks
     glass_share(part, &job, blocks, CHUNK, threads);
     return job.strange;
 }
+
+/* --- numbers that are stored as they are ------------------------------------------------------- */
+
+struct numbers {
+    const void *from;
+    int bytes;           /* 4: float32, 2: bfloat16 */
+    _Atomic int strange;
+};
+
+INLINE void look(struct numbers *job, int64_t first, int64_t last) {
+    int strange = 0;
+    if (job->bytes == 4) {
+        const uint32_t *bits = job->from;
+        for (int64_t i = first; i < last; i++) strange |= (bits[i] & 0x7f800000u) == 0x7f800000u;
+    } else {
+        const uint16_t *bits = job->from;
+        for (int64_t i = first; i < last; i++) strange |= (bits[i] & 0x7f80u) == 0x7f80u;
+    }
+    if (strange) job->strange = 1;
+}
+
+static void portable_look(void *job, int64_t first, int64_t last) { look(job, first, last); }
+#ifdef GLASS_X86
+AVX2 static void avx2_look(void *job, int64_t first, int64_t last) { look(job, first, last); }
+#endif
+
+/* 1 if all of these numbers are finite, else 0. */
+EXPORT int glass_finite(const void *from, int64_t count, int bytes, int threads) {
+    struct numbers job = {from, bytes, 0};
+    part_fn part = portable_look;
+#ifdef GLASS_X86
+    if (glass_variant() != PORTABLE) part = avx2_look;
+#endif
+    glass_share(part, &job, count, 64 * CHUNK, threads);
+    return !job.strange;
+}

@@ -366,6 +366,13 @@ EXPORT int64_t glass_greedy(struct greedy *all) {
     return all->step->failed ? -1 : all->made;
 }
 
+/* The token that a step of `glass_greedy` would choose from these logits, which are closed in
+   place; -1: none. `logprob` (or null) gets its log-probability. */
+EXPORT int64_t glass_likeliest(float *logits, int64_t count, const int64_t *closed,
+                               int64_t n_closed, float *logprob) {
+    return likeliest[glass_variant()](logits, count, closed, n_closed, logprob);
+}
+
 /* --- pages ------------------------------------------------------------------------------------ */
 
 static void release(struct memory *memory, int32_t page) {

@@ -4,10 +4,12 @@ A thread with too little work waits for the others more than it computes, and wh
 want the same cores, all of them wait for the one that does not run. So small models take one thread
 on any machine; the number of cores is only the upper bound.
 
-The environment must be set before torch and NumPy are loaded, so this module imports neither.
+The environment must be set before torch and NumPy are loaded, so this module imports neither. In a
+command that never loads torch, the number of threads is kept here (`current`, `taking`).
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -53,16 +55,55 @@ def one_blas_thread() -> None:
 # --- while running -------------------------------------------------------------------------------
 
 
+_without_torch: list[int] = []  # the numbers of `taking`, the last one in use
+
+
+def current() -> int:
+    """Return the number of threads in use: torch's own, or what it would be without torch."""
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.get_num_threads()
+    return _without_torch[-1] if _without_torch else _cores()
+
+
+@functools.cache
+def _cores() -> int:
+    """Return what torch would take: OMP_NUM_THREADS, or the cores that this process may use.
+
+    Two hardware threads of one core count once.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            with open(path, encoding="ascii") as file:
+                cores.add(file.read().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
 def threads_for(amount: float, grain: int) -> int:
     """Return one thread per grain of work: at least one, at most what torch would take."""
-    import torch
-
-    return max(1, min(torch.get_num_threads(), round(amount / grain)))
+    return max(1, min(current(), round(amount / grain)))
 
 
 @contextlib.contextmanager
 def taking(threads: int) -> Iterator[None]:
     """Let torch, and the C kernels on its pool, compute on this many threads."""
+    if "torch" not in sys.modules:
+        _without_torch.append(threads)
+        try:
+            yield
+        finally:
+            _without_torch.pop()
+        return
     import torch
 
     before = torch.get_num_threads()
@@ -78,9 +119,7 @@ _own = threading.local()
 
 def product_threads() -> int:
     """Return the number of threads of a C product that this thread calls."""
-    import torch
-
-    return getattr(_own, "count", None) or torch.get_num_threads()
+    return getattr(_own, "count", None) or current()
 
 
 @contextlib.contextmanager

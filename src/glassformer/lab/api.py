@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model, load_native
+from glassformer.adapters.folder.paths import checkpoint_of
+from glassformer.adapters.load import AnyModel, adapt, load_model, load_native
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.bar import Bar, clock, is_watched

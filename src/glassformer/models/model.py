@@ -444,16 +444,33 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor on the CPU as an array over the same memory."""
-    here = tensor.detach()
-    opaque = OPAQUE.get(str(here.dtype).removeprefix("torch."))
-    if opaque is not None:
-        return here.view(_RAW[here.itemsize]).numpy().view(opaque)
+    here, dtype = tensor.detach(), numpy_dtype(tensor.dtype)
+    if dtype.names is not None:
+        return here.view(_RAW[here.itemsize]).numpy().view(dtype)
     return here.numpy()
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return NumPy's type, or what stands for it where NumPy lacks it."""
+    name = str(dtype).removeprefix("torch.")
+    return OPAQUE.get(name) or np.dtype(name)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Copy an array to torch."""
+    return tensor_view(np.array(array))
+
+
+def tensor_view(array: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor over the same memory."""
     if array.dtype.names is not None:
-        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}").copy())
-        return raw.view(getattr(torch, array.dtype.names[0]))
-    return torch.from_numpy(np.array(array))
+        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}"))
+        return raw.view(torch_dtype(array.dtype))
+    return torch.from_numpy(array)
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return torch's name of a type, also of those that NumPy lacks."""
+    found = getattr(torch, dtype.name if dtype.names is None else dtype.names[0])
+    assert isinstance(found, torch.dtype)
+    return found

@@ -26,16 +26,17 @@ from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import Hypothesis, beam_search
+from glassformer.generation.choosing import uniform
 from glassformer.generation.fast import from_model
 from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.program import PAGE
 from glassformer.generation.fast.slots import Span
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import uniform
 from glassformer.generation.speculative import SpeculativeStepper
-from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.models.model import Model, build, weights_of

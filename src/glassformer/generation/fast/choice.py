@@ -7,9 +7,10 @@ not know, keeps the plain cached step, which runs the model itself.
 import torch
 
 from glassformer.generation.fast import block, from_model
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.stepper import RewindingStepper, Stepper, TorchStepper, decodable
+from glassformer.generation.stepper import TorchStepper, decodable
+from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.models.model import Holder, Model
 
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
-from glassformer.kernels.threads import FLOPS, WEIGHTS, threads_for
+from glassformer.kernels.threads import FLOPS, WEIGHTS, current, threads_for
 from glassformer.lab.runs.record import read_state
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import FileError, InputError
@@ -49,7 +47,7 @@ def threads_of_run(
     if asked is not None:
         return asked
     if spec.engine != "torch" or not device.startswith("cpu"):
-        return torch.get_num_threads()
+        return current()
     length = max(1, round(float(task.lengths("train").mean())))
     return threads_for(flops(spec.model, length=length).training * spec.train.batch_size, FLOPS)
 
@@ -60,7 +58,7 @@ def threads_of_decoding(model: ModelSpec, *, asked: int | None = None, device: s
     if asked is not None:
         return asked
     if not device.startswith("cpu"):
-        return torch.get_num_threads()
+        return current()
     return threads_for(count_parameters(model), WEIGHTS)
 
 
