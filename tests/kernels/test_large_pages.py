@@ -29,10 +29,10 @@ def test_tensors_do_not_overlap():
     memory = LargePages()
     shapes = [(3, 5), (7,), (), (11, 13, 2), (0, 3), (1031,)]
     tensors = [tensor(memory, shape).fill_(place) for place, shape in enumerate(shapes)]
-    for place, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
-        assert tensor.shape == shape
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, torch.full(shape, float(place)))
+    for place, (made, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        assert made.shape == shape
+        assert made.dtype == torch.float32
+        assert torch.equal(made, torch.full(shape, float(place)))
 
 
 @needs_linux

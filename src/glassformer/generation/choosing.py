@@ -94,7 +94,7 @@ class LikeliestChooser(Chooser):
         rows: Sequence[int],
         allow_BV: NDArray[np.bool_] | None,
     ) -> Chosen:
-        numbers_BV: NDArray[np.float32] = np.array(logits_BV, dtype=np.float32)  # closed in here
+        numbers_BV = np.asarray(logits_BV, dtype=np.float32).copy()  # closed in here
         closed = {*self.spec.forbidden}
         if step + 1 < self.spec.min_new_tokens:
             closed.update(self.spec.eos)

@@ -79,6 +79,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_integer.argtypes = [pointer, pointer, pointer, pointer, wide, number]
     found.glass_unpack.argtypes = [number, pointer, pointer, wide, number]
     found.glass_finite.argtypes = [pointer, wide, number, number]
+    found.glass_scales_finite.argtypes = [number, pointer, wide, number]
     found.glass_grids.argtypes = [pointer, number]
     found.glass_columns.argtypes = [pointer, number]
     found.glass_step.argtypes = [pointer]

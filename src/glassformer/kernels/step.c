@@ -28,7 +28,7 @@ enum kind {
     ROUTE, GATHER, SCATTER, CHOOSE
 };
 enum form {
-    FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2,   /* of weights */
+    FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2, BLOCKS = 3, /* of weights */
     LAYER_NORM = 0, RMS_NORM = 1,             /* of norms */
     RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3, RELU2 = 4, /* of activations */
     OWN = 0, SOURCE = 1,                      /* of memories */

@@ -14,6 +14,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from glassformer.spec.model import ModelSpec
 
 #: FLOPs of one batch, forward and backward, that justify a thread: 20 to 30 ms.
 FLOPS = 1_000_000_000
@@ -92,6 +96,38 @@ def _cores() -> int:
 def threads_for(amount: float, grain: int) -> int:
     """Return one thread per grain of work: at least one, at most what torch would take."""
     return max(1, min(current(), round(amount / grain)))
+
+
+def check_threads(threads: int | None, *, engine: str = "torch") -> None:
+    """Refuse a number of threads that cannot be taken; None leaves the choice to the run."""
+    if threads is None:
+        return
+    from glassformer.spec.checks import at_least
+    from glassformer.spec.errors import InputError
+
+    at_least("threads", threads)
+    here = os.cpu_count() or 1
+    if threads > here:
+        raise InputError(f"threads {threads} is more than this machine has", hint=f"{here} at most")
+    if engine != "torch":
+        raise InputError(
+            "NumPy decides on its threads before it starts",
+            hint=f"set OPENBLAS_NUM_THREADS={threads} and leave out the option",
+        )
+
+
+def threads_of_decoding(
+    model: "ModelSpec", *, asked: int | None = None, device: str = "cpu"
+) -> int:
+    """Return the requested number, else what reading every weight once is worth."""
+    from glassformer.spec.manifest import count_parameters
+
+    check_threads(asked)
+    if asked is not None:
+        return asked
+    if not device.startswith("cpu"):
+        return current()
+    return threads_for(count_parameters(model), WEIGHTS)
 
 
 @contextlib.contextmanager

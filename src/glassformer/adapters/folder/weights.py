@@ -117,7 +117,12 @@ def check_finite(name: str, array: Array, *, where: str) -> None:
     else:
         found = is_finite(array)
     if not found:
-        raise FileError(f"tensor {name} holds NaN or infinity", where=where)
+        raise not_finite(name, where=where)
+
+
+def not_finite(name: str, *, where: str) -> FileError:
+    """Return the error of a tensor that is refused."""
+    return FileError(f"tensor {name} holds NaN or infinity", where=where)
 
 
 def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = None) -> FileWeights:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.adapters.folder.weights import check_finite
+from glassformer.adapters.folder.weights import check_finite, not_finite
 from glassformer.adapters.gguf.config import FACTORS, entry_of, read_settings, table_of
 from glassformer.adapters.gguf.header import Head, read_head
 from glassformer.adapters.table import Array, Family, Plan, Shape, make_plan
 from glassformer.kernels import c_library, threads
 from glassformer.kernels.large_pages import Floats, LargePages, empty
+from glassformer.kernels.packed import MOST_INPUTS, PackedMatrix
 from glassformer.spec.errors import FileError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.store.tensors import BFLOAT16, DTYPES
@@ -180,7 +181,25 @@ class GGUFWeights:
         converted and then freed, which has its own.
         """
         kind, shape = self._kinds[name], self.shapes[name]
-        size = kind.bytes_of(shape)
+        where = empty if again else self._empty
+        array, is_finite = unpacked(self._bytes(name), kind, shape, empty=where)
+        if not is_finite:
+            check_finite(name, array, where=self.where)
+        return array
+
+    def read_packed(self, name: str) -> PackedMatrix | None:
+        """Map a matrix as it is packed; None if it is not, or the C file has no such blocks."""
+        kind, shape = self._kinds[name], self.shapes[name]
+        if kind.number in FLOATS or len(shape) != 2 or shape[1] > MOST_INPUTS:
+            return None
+        found = PackedMatrix(kind.number, shape[1], self._bytes(name).reshape(shape[0], -1))
+        is_finite = found.is_finite(block=kind.size)
+        if is_finite is False:
+            raise not_finite(name, where=self.where)
+        return None if is_finite is None else found
+
+    def _bytes(self, name: str) -> NDArray[np.uint8]:
+        size = self._kinds[name].bytes_of(self.shapes[name])
         start = self.head.data + self.head.tensors[name].offset
         before = start % mmap.ALLOCATIONGRANULARITY
         try:
@@ -190,12 +209,7 @@ class GGUFWeights:
                 )
         except (OSError, ValueError) as error:  # the file has changed meanwhile
             raise self._bad(name, f"cannot be read: {error}") from error
-        data = np.frombuffer(mapped, dtype=np.uint8, count=size, offset=before)
-        where = empty if again else self._empty
-        array, is_finite = unpacked(data, kind, shape, empty=where)
-        if not is_finite:
-            check_finite(name, array, where=self.where)
-        return array
+        return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=before)
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:

@@ -167,7 +167,7 @@ def _run(
         from glassformer.adapters.folder.paths import load_tokenizer
         from glassformer.generation.prompts import text_prompt
         from glassformer.kernels import large_pages
-        from glassformer.lab.runs.process import check_threads, threads_of_decoding
+        from glassformer.kernels.threads import check_threads, threads_of_decoding
 
         tokenizer = load_tokenizer(path)
         request = read_options(options, tokenizer)
@@ -197,7 +197,7 @@ def _open(
     if draft is None and device == "cpu" and request.is_plainly_greedy:
         from glassformer.adapters.array_model import open_stepper
 
-        found = open_stepper(path, large_pages=large_pages)
+        found = open_stepper(path, unpacks=large_pages)
         if found is not None:
             return found
     from glassformer.adapters.load import load
@@ -357,7 +357,7 @@ def open_conversation(
         import torch
 
         from glassformer.adapters.load import load
-        from glassformer.lab.runs.process import check_threads, threads_of_decoding
+        from glassformer.kernels.threads import check_threads, threads_of_decoding
 
         device = check_device(device)
         check_threads(threads)

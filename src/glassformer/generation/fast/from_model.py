@@ -99,6 +99,10 @@ class ModelSource:
         part = self.model.get_submodule(layer)
         return part.c_weight() if isinstance(part, IntegerWeights) else None
 
+    def packed(self, layer: str) -> None:
+        """Return None: a model's weights are unpacked."""
+        return
+
     def rotation(self, stack: str, layer: int) -> Array | None:
         """Return the table of a layer's rotation."""
         parts = self._parts(stack)

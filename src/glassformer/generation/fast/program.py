@@ -15,6 +15,7 @@ from typing import Any, Protocol, assert_never, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.kernels.packed import PACKED, PackedMatrix
 from glassformer.nn import tables
 from glassformer.spec import model as spec
 from glassformer.spec.manifest import is_tied, manifest
@@ -129,6 +130,9 @@ class Source(Protocol):
     def integer(self, layer: str) -> IntegerMatrix | None:
         """Return the quantized weights of a layer or table; None if they are floats."""
 
+    def packed(self, layer: str) -> PackedMatrix | None:
+        """Return the weights of a layer or table in a file's own blocks; None if they are not."""
+
     def rotation(self, stack: str, layer: int) -> Array | None:
         """Return cos and sin of a layer's rotation (2, positions, pairs), or None."""
 
@@ -140,20 +144,28 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """A `Source` of plain arrays, by the manifest's names; tied ones are there once."""
+    """A `Source` of plain arrays and packed matrices by the manifest's names; tied ones once."""
 
-    def __init__(self, model: spec.ModelSpec, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, model: spec.ModelSpec, arrays: Mapping[str, Array | PackedMatrix]) -> None:
         self.model, self.arrays = model, arrays
         self.owners = {p.name: p.tied_to for p in manifest(model) if p.tied_to is not None}
         self._rotations: dict[tuple[spec.Rotary, int], Array] = {}
 
     def array(self, name: str) -> Array | None:
         """Return a parameter, under any of its names."""
-        return self.arrays.get(self.owners.get(name, name))
+        found = self.arrays.get(self.owners.get(name, name))
+        assert not isinstance(found, PackedMatrix), name
+        return found
 
     def integer(self, layer: str) -> IntegerMatrix | None:
         """Return None: plain arrays are floats."""
         return None
+
+    def packed(self, layer: str) -> PackedMatrix | None:
+        """Return the weights of a layer or table as they are packed."""
+        name = f"{layer}.weight"
+        found = self.arrays.get(self.owners.get(name, name))
+        return found if isinstance(found, PackedMatrix) else None
 
     def rotation(self, stack: str, layer: int) -> Array | None:
         """Return cos and sin of a layer's rotation; layers of one kind share a table."""
@@ -213,7 +225,7 @@ def as_floats(array: Array) -> NDArray[np.float32]:
 
 (EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST) = range(9)
 (ROUTE, GATHER, SCATTER, CHOOSE) = range(9, 13)
-INTEGER = 2  # of the forms of weights, after float32 and bfloat16
+INTEGER, BLOCKS = 2, 3  # of the forms of weights, after float32 and bfloat16
 OWN, SOURCE = range(2)  # memories
 EVERY = 1  # of the rows that a feed-forward is added to: all, not those that chose it
 ACTIVATIONS: tuple[spec.Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
@@ -246,7 +258,7 @@ class _Floating(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
-        ("bfloat16", ctypes.c_int32),
+        ("form", ctypes.c_int32),
     )
 
 
@@ -345,15 +357,27 @@ class Program:
     ) -> None:
         """Add x W^T + b, written to (or onto) a row of `row` numbers from number `first` on."""
         weight, half = self.kept(weight_OI)
-        outputs, inputs = weight.shape
-        matrix = _Floating(weight.ctypes.data, self.floats(bias_O), outputs, inputs, half)
-        self._kept.append(matrix)
+        matrix = self.matrix(weight, weight.shape, bias_O, int(half))
+        self._floating(matrix, source, to, first=first, row=row, onto=onto)
+
+    def matrix(
+        self, data: Array, shape: tuple[int, ...], bias_O: Array | None, form: int
+    ) -> _Floating:
+        """Return what C reads of a matrix; all of it is kept as long as this program."""
+        made = _Floating(data.ctypes.data, self.floats(bias_O), *shape, form)
+        self._kept += (data, made)
+        return made
+
+    def _floating(
+        self, matrix: _Floating, source: int, to: int, *, first: int, row: int, onto: bool
+    ) -> None:
+        inputs, outputs = matrix.inputs, matrix.outputs
         self.add(
             PRODUCT,
             source,
             to,
             (inputs, row or outputs),
-            form=int(half),
+            form=min(matrix.form, 1),
             first=first,
             width=outputs,
             weight=ctypes.addressof(matrix),
@@ -395,7 +419,25 @@ class Program:
         if (weight := self.source.integer(name)) is not None:
             self.integer(weight, bias, source, to, **rest)
             return
+        if (blocks := self.source.packed(name)) is not None:
+            self.packed_product(blocks, bias, source, to, **rest)
+            return
         self.product(self.array(f"{name}.weight"), bias, source, to, **rest)
+
+    def packed_product(
+        self,
+        weight: PackedMatrix,
+        bias_O: Array | None,
+        source: int,
+        to: int,
+        *,
+        first: int = 0,
+        row: int = 0,
+        onto: bool = False,
+    ) -> None:
+        """Add a product with weights in a file's own blocks: the bits of the unpacked ones."""
+        matrix = self.matrix(weight.data, weight.shape, bias_O, PACKED + weight.kind)
+        self._floating(matrix, source, to, first=first, row=row, onto=onto)
 
     def adjust(
         self,
@@ -427,6 +469,11 @@ class Program:
         if (weight := self.source.integer(name)) is not None:
             self._kept.append(weight)
             table = {"form": INTEGER, "weight": weight.address}
+            self.add(EMBED, X, X, (D, D), number=scale, **table)
+            return
+        if (blocks := self.source.packed(name)) is not None:
+            matrix = self.matrix(blocks.data, blocks.shape, None, PACKED + blocks.kind)
+            table = {"form": BLOCKS, "weight": ctypes.addressof(matrix)}
             self.add(EMBED, X, X, (D, D), number=scale, **table)
             return
         rows, half = self.kept(self.array(f"{name}.{leaf}"))
@@ -669,6 +716,8 @@ class Program:
             self.linear(name, final, LOGITS)
         elif (weight := self.source.integer(embed)) is not None:
             self.integer(weight, bias, final, LOGITS)
+        elif (blocks := self.source.packed(embed)) is not None:
+            self.packed_product(blocks, bias, final, LOGITS)
         elif isinstance(self.model.embedding, spec.FactorizedEmbedding):
             self.product(self.array(f"{embed}.v"), None, final, NARROW)
             self.product(self.array(f"{embed}.u"), bias, NARROW, LOGITS)
