@@ -23,10 +23,11 @@ from glassformer.costs.estimates import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model

@@ -24,7 +24,8 @@ from bench.generate import MEDIUM, TINY, weight_bytes
 from bench.serve import make_model
 from glassformer.adapters.any_model import export
 from glassformer.adapters.load import load
-from glassformer.generation.fast.native import NativePast, NativeStepper
+from glassformer.generation.fast.native import NativePast
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.large_pages import LargePages
@@ -130,7 +131,7 @@ class Reading:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.halves = LargePages().empty((2, 1 << 25)).fill_(1.0)
+        self.halves = torch.from_numpy(LargePages().empty((2, 1 << 25))).fill_(1.0)
 
     def __call__(self) -> float:
         """The median of five products of two large vectors, scaled."""

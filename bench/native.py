@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from bench.clock import Row, said
-from glassformer.generation.fast.native import NativeStepper
-from glassformer.generation.fast.program import IntegerWeights
+from glassformer.generation.fast.from_model import IntegerWeights
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import TorchStepper

@@ -15,10 +15,11 @@ import torch
 from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Stepper, TorchStepper
+from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec

@@ -110,8 +110,8 @@ FAULTS = [
     ),
     Fault(
         "yarn's factor on cos and sin",
-        "nn.position:rotations",
-        "table * factor",
+        "nn.tables:rotations",
+        "table * np.asarray(factor, dtype=dtype)",
         "table",
         "qwen3 yarn",
     ),

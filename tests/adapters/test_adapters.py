@@ -12,7 +12,8 @@ import torch
 import glassformer as gf
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
-from glassformer.adapters.load import adapt, load, load_model, load_tokenizer
+from glassformer.adapters.folder.paths import load_tokenizer
+from glassformer.adapters.load import adapt, load, load_model
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import (
     ADAPTERS,

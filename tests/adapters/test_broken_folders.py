@@ -10,7 +10,8 @@ import torch
 from bench.families import CASES, module_of
 from safetensors.torch import load_file, save_file
 
-from glassformer.adapters.load import load, load_model, load_tokenizer
+from glassformer.adapters.folder.paths import load_tokenizer
+from glassformer.adapters.load import load, load_model
 from glassformer.spec.errors import FileError, GlassError
 from tests.adapters.checkpoints import change, folder_of
 

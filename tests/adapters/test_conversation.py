@@ -9,7 +9,7 @@ import torch
 
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts

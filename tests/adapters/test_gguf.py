@@ -17,7 +17,8 @@ from glassformer.adapters.counterpart import differences
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head, shortest
-from glassformer.adapters.gguf.load import USUAL, kind_of, pack_q4_k, unpacked
+from glassformer.adapters.gguf.load import pack_q4_k
+from glassformer.adapters.gguf.tensors import USUAL, kind_of, unpacked
 from glassformer.adapters.load import load
 from glassformer.cli.main import app
 from glassformer.spec import presets

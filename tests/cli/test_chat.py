@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.adapters.load import load_tokenizer
+from glassformer.adapters.folder.paths import load_tokenizer
 from glassformer.cli.main import app
 from glassformer.cli.verbs import generate
 from glassformer.spec.errors import InputError

@@ -10,12 +10,13 @@ import torch
 
 from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.native import NativeStepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import NaiveStepper, ReplayedStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, ReplayedStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.kernels.threads import taking

@@ -5,7 +5,8 @@ import math
 import torch
 
 from glassformer.generation import samplers
-from glassformer.generation.samplers import draw, make_sampler, uniform
+from glassformer.generation.choosing import uniform
+from glassformer.generation.samplers import draw, make_sampler
 from glassformer.spec.decoding import DecodeSpec
 from tests.tiny import noise
 

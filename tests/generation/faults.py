@@ -81,7 +81,7 @@ FAULTS = (
     Fault("finished rows sampled on", "generation.loop:_columns", "if rows[i].finish is None]", "if True]", "rows_end_alone"),
     Fault("the wrong rows stay", "generation.loop:_columns", "going = [going[line] for line in stay]", "going = going[: len(stay)]", "rows_end_alone"),
     Fault("eos ignored", "generation.loop:Row.take", "if token in self.spec.eos", "if token in self.spec.eos[1:]", "rows_end_alone"),
-    Fault("what was made is not seen", "generation.loop:_columns", "seen_BV.scatter_(1, torch.tensor(chosen)[:, None], True)", "pass", "repetition_counts_everything"),
+    Fault("what was made is not seen", "generation.samplers:TorchChooser.note", "self.seen_BV.scatter_(1, torch.tensor(tokens)[:, None], True)", "pass", "repetition_counts_everything"),
     Fault("a stop string over two tokens missed", "generation.loop:Row.take", "self.tail + self.stream.push(token)", "self.stream.push(token)", "stop_strings_stop"),
     # samplers
     Fault("top-p drops the first token", "generation.samplers:keep_top_p", "before_BK[:, 0] = 0.0", "before_BK[:, 0] = 1.0", "top_p_is_its_definition"),

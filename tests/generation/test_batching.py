@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
     OneByOneSlots,

@@ -13,10 +13,11 @@ from glassformer.generation.fast.choice import (
     rewinding_stepper,
     why_not_recorded,
 )
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.slots import OneByOneSlots
 from glassformer.generation.generate import make_stepper
-from glassformer.generation.stepper import RewindingStepper, TorchStepper
+from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.stepping import RewindingStepper
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.decoding import StepSpec

@@ -6,7 +6,8 @@ import torch
 import glassformer as gf
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation import beam
-from glassformer.generation.generate import beam_search, generate, read_request, stream_tokens
+from glassformer.generation.generate import beam_search, generate, stream_tokens
+from glassformer.generation.request import read_request
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch, stream
 from glassformer.models.model import build

@@ -8,8 +8,8 @@ import torch
 
 from glassformer.generation.fast import program
 from glassformer.generation.fast.choice import fastest_stepper
-from glassformer.generation.fast.native import NativeStepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch

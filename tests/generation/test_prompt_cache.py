@@ -6,7 +6,7 @@ import torch
 import glassformer as gf
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation.fast import prompt_cache
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.prompt_cache import model_digest
 from glassformer.generation.prompts import Prompts
 from glassformer.models.model import build

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.generation import samplers
+from glassformer.generation import choosing, samplers
 from glassformer.generation.samplers import make_sampler
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -127,4 +127,4 @@ def test_top_k_of_everything_is_plain_sampling(name):
 
 def test_random_numbers_of_many_rows_are_those_of_each():
     of = [(0, 0, 0), (1, 2, 3), (2**63 - 1, 5, 10_000), (2**70 + 1, 0, 7)]
-    assert samplers.uniforms(*zip(*of, strict=True)) == [samplers.uniform(*one) for one in of]
+    assert choosing.uniforms(*zip(*of, strict=True)) == [choosing.uniform(*one) for one in of]

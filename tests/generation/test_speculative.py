@@ -8,7 +8,7 @@ import torch
 
 import glassformer as gf
 from glassformer.generation import speculative
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import (
     MOST,

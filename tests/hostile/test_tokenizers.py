@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.adapters.load import load_tokenizer
+from glassformer.adapters.folder.paths import load_tokenizer
 from glassformer.data.tokenizers.bpe import MOST_ADDED, MOST_GROWTH, BytePairs, check_growth
 from glassformer.spec.errors import FileError
 

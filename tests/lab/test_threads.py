@@ -15,17 +15,14 @@ from glassformer.kernels.threads import (
     OPENMP,
     SPINS,
     WEIGHTS,
+    check_threads,
     sleep_soon_while_waiting,
     taking,
     threads_for,
+    threads_of_decoding,
 )
 from glassformer.lab.recipes import recipe
-from glassformer.lab.runs.process import (
-    check_threads,
-    recorded_threads,
-    threads_of_decoding,
-    threads_of_run,
-)
+from glassformer.lab.runs.process import recorded_threads, threads_of_run
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import override

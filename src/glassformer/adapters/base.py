@@ -34,15 +34,11 @@ from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.generate import (
-    evaluating,
-    make_stepper,
-    prepare,
-    read_request,
-    stream_tokens,
-)
+from glassformer.generation.generate import evaluating, make_stepper, prepare, stream_tokens
 from glassformer.generation.prompts import Prompts, padded, text_prompt
-from glassformer.generation.stepper import Rows, Stepper
+from glassformer.generation.request import read_request
+from glassformer.generation.stepper import Rows
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName

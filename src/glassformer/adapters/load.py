@@ -20,17 +20,19 @@ from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
+from glassformer.adapters.folder.fill import filled
 from glassformer.adapters.folder.lora import read_tuning, tuned
 from glassformer.adapters.folder.origin import (
-    find_tokenizer,
     is_native,
     origin_of,
     read_origin,
     read_spec,
 )
-from glassformer.adapters.folder.weights import FileWeights, filled, folder_weights
-from glassformer.adapters.gguf.header import SUFFIX, is_gguf
-from glassformer.adapters.gguf.load import open_gguf, read_gguf_spec
+from glassformer.adapters.folder.paths import folder_of
+from glassformer.adapters.folder.weights import FileWeights, folder_weights
+from glassformer.adapters.gguf.header import is_gguf
+from glassformer.adapters.gguf.load import open_gguf
+from glassformer.adapters.gguf.tensors import read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan
@@ -52,7 +54,7 @@ from glassformer.store.checkpoint import (
     verify_folder,
     verify_sums,
 )
-from glassformer.store.rundir import RunDirectory, RunRef
+from glassformer.store.rundir import RunRef
 
 Backend = Literal["native", "transformers"]
 
@@ -224,16 +226,6 @@ def load_model(path: str | Path) -> Model:
     return load_native(path).model
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer that a model came with; raise where there is none."""
-    folder = folder_of(path)
-    verify_sums(folder, weights=False)
-    tokenizer = find_tokenizer(folder)
-    if tokenizer is None:
-        raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
-    return tokenizer
-
-
 def read_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
     """Return the spec of a model on disk, and its format in words; no weights are read."""
     folder = folder_of(path)
@@ -282,39 +274,6 @@ def save(model: AnyModel, path: str | Path) -> Path:
     folder = Path(path)
     adapt(model).save_checkpoint(folder)
     return folder
-
-
-# --- paths --------------------------------------------------------------------------------------
-
-
-def folder_of(path: str | Path) -> Path:
-    """Resolve a path to a Hugging Face folder, a GGUF file, or the checkpoint of a run."""
-    folder = Path(path)
-    if is_gguf(folder):
-        return folder
-    if folder.suffix.lower() == SUFFIX and not folder.exists():
-        raise InputError(f"there is no file {folder}")
-    described = (folder / "config.json").is_file() and not is_native(folder)
-    is_run = bool(RunDirectory(folder).steps())  # which has a config.json too
-    return folder if described and not is_run else checkpoint_of(path)
-
-
-def checkpoint_of(path: str | Path) -> Path:
-    """Resolve a path to a checkpoint folder: itself, a run's best, `RUN@last` or `RUN@120`."""
-    ref = RunRef.parse(path)
-    folder = ref.folder
-    if not folder.exists():
-        raise InputError(f"there is no folder {folder}", hint="give a checkpoint or a run")
-    if is_native(folder):
-        return folder
-    if not ref.directory.steps():
-        raise FileError(
-            "not a glassformer checkpoint, nor a run with one, nor a Hugging Face folder: "
-            "MANIFEST.json and config.json are missing",
-            where=str(folder),
-            hint="glassformer.save(model, folder) writes one",
-        )
-    return ref.checkpoint()
 
 
 # --- formats ------------------------------------------------------------------------------------

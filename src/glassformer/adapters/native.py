@@ -22,24 +22,23 @@ from torch import Tensor, nn
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.files import ORIGIN
+from glassformer.adapters.folder.fill import ModuleWeights, filled, refill
 from glassformer.adapters.folder.origin import is_native, read_spec
 from glassformer.adapters.folder.weights import (
     ConversionReport,
     FileWeights,
-    ModuleWeights,
     Weights,
-    filled,
     folder_weights,
-    refill,
 )
 from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.choice import fastest_stepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.warm import WarmStepper
-from glassformer.generation.stepper import PrefixCacheStepper, Stepper
+from glassformer.generation.stepper import PrefixCacheStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of
 from glassformer.nn.cache import Cache

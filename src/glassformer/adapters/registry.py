@@ -7,46 +7,7 @@ are exported to its families.
 from typing import TypeVar
 
 from glassformer.adapters.config import PAGE, Config
-from glassformer.adapters.families.encoders import ENCODERS
-from glassformer.adapters.families.experts import (
-    GPT_OSS,
-    GRANITE_MOE,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
-from glassformer.adapters.families.gpt2 import GPT2, GPT_J, GPT_NEO, OPT
-from glassformer.adapters.families.layernorm import (
-    BIGCODE,
-    BLOOM,
-    COHERE,
-    COHERE2,
-    FALCON,
-    MPT,
-    NEOX_FAMILY,
-    PHI,
-    STABLELM,
-    STARCODER2,
-)
-from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
-from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
-from glassformer.adapters.families.relatives import (
-    ARCEE,
-    EXAONE4,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GLM4,
-    GRANITE,
-    HUNYUAN,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-)
-from glassformer.adapters.families.translators import TRANSLATORS
+from glassformer.adapters.families.known import FAMILIES, NAMED
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
 from glassformer.spec.errors import FileError, InputError, nearest
@@ -82,60 +43,42 @@ class QwenAdapter(NativeAdapter):
     """Qwen2, Qwen2.5, Qwen3 and Qwen-1, dense and with experts."""
 
     architecture_type = "qwen"
-    families = (QWEN2, QWEN3, QWEN1, QWEN2_MOE, QWEN3_MOE)
+    families = FAMILIES["qwen"]
 
 
 class LlamaAdapter(NativeAdapter):
     """Llama 2 and 3, Mistral, Mixtral, and models that share their config."""
 
     architecture_type = "llama"
-    families = (LLAMA, MISTRAL, MIXTRAL, MINISTRAL, SEED_OSS, ERNIE, ARCEE, HUNYUAN, SMOLLM3)
+    families = FAMILIES["llama"]
 
 
 class GPT2Adapter(NativeAdapter):
     """GPT-2 in all sizes, GPT-Neo, GPT-J and OPT."""
 
     architecture_type = "gpt2"
-    families = (GPT2, GPT_NEO, GPT_J, OPT)
+    families = FAMILIES["gpt2"]
 
 
 class EncoderAdapter(NativeAdapter):
     """BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ModernBERT, with masked-token heads or without."""
 
     architecture_type = "encoder"
-    families = ENCODERS
+    families = FAMILIES["encoder"]
 
 
 class TranslatorAdapter(NativeAdapter):
     """BART, mBART, Marian, Pegasus, M2M-100, NLLB and T5."""
 
     architecture_type = "translator"
-    families = TRANSLATORS
+    families = FAMILIES["translator"]
 
 
 class StarCoderAdapter(NativeAdapter):
     """StarCoder and StarCoder 2."""
 
     architecture_type = "starcoder"
-    families = (BIGCODE, STARCODER2)
-
-
-#: Families with an adapter that adds nothing to `NativeAdapter` but its name.
-NAMED = {
-    "gemma": (GEMMA, GEMMA2, GEMMA3),
-    "exaone": (EXAONE4,),
-    "phi": (PHI, PHI3),
-    "olmo": (OLMO2, OLMO3, OLMOE),
-    "granite": (GRANITE, GRANITE_MOE),
-    "glm": (GLM, GLM4),
-    "gpt-neox": (NEOX_FAMILY,),
-    "gpt-oss": (GPT_OSS,),
-    "stablelm": (STABLELM,),
-    "falcon": (FALCON,),
-    "bloom": (BLOOM,),
-    "mpt": (MPT,),
-    "cohere": (COHERE, COHERE2),
-}
+    families = FAMILIES["starcoder"]
 
 
 def register(adapter: Adapter) -> Adapter:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
+import numpy as np
+from numpy.typing import NDArray
+
 from glassformer.adapters.config import Config
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
@@ -19,6 +22,8 @@ if TYPE_CHECKING:  # a design asks which family computes it, without torch
     from torch import Tensor
 
 Shape = tuple[int, ...]
+#: Numbers as they are stored; bfloat16 as `store.tensors` has it.
+Array = NDArray[Any]
 
 
 class Layout(Protocol):
@@ -27,8 +32,8 @@ class Layout(Protocol):
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of their tensor, given the shapes of ours."""
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        """Return our tensors from theirs."""
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        """Return our arrays from theirs: views where they can be."""
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         """Return their tensor from ours."""
@@ -41,8 +46,9 @@ class Rows:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return list(tensor.split([shape[0] for shape in shapes]))
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        ends = np.cumsum([shape[0] for shape in shapes])
+        return [stored[end - shape[0] : end] for end, shape in zip(ends, shapes, strict=True)]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         if len(tensors) == 1:
@@ -60,8 +66,8 @@ class Columns:
         rows, columns = Rows().stored_shape(shapes)
         return columns, rows
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [part.contiguous() for part in Rows().split(tensor.T, shapes)]
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        return Rows().split(stored.T, shapes)
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return Rows().join(tensors).T.contiguous()
@@ -80,21 +86,19 @@ class Interleaved:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return shapes[0]
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [self._turned(tensor, (self.turned or self.d_head) // 2, 2)]
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        return [stored[self._order(len(stored), (self.turned or self.d_head) // 2, 2)]]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
-        return self._turned(tensors[0], 2, (self.turned or self.d_head) // 2)
+        (tensor,) = tensors
+        return tensor[self._order(len(tensor), 2, (self.turned or self.d_head) // 2)]
 
-    def _turned(self, tensor: "Tensor", rows: int, columns: int) -> "Tensor":
-        import torch
-
-        heads = tensor.reshape(-1, self.d_head, *tensor.shape[1:])
-        first, rest = heads[:, : rows * columns], heads[:, rows * columns :]
-        pairs = first.reshape(-1, rows, columns, *tensor.shape[1:]).transpose(1, 2)
-        turned = pairs.reshape(first.shape)
-        whole = turned if rest.shape[1] == 0 else torch.cat((turned, rest), dim=1)
-        return whole.reshape(tensor.shape)
+    def _order(self, count: int, rows: int, columns: int) -> NDArray[np.int64]:
+        """Return which row comes where, of heads whose first rows * columns are turned."""
+        order = np.arange(count).reshape(-1, self.d_head)
+        first = order[:, : rows * columns].reshape(-1, rows, columns)
+        order[:, : rows * columns] = first.swapaxes(1, 2).reshape(len(order), -1)
+        return order.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,9 @@ class HeadGroups:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return Rows().stored_shape(shapes)
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
         groups = shapes[1][0] // self.d_head
-        by_group = tensor.reshape(groups, -1, self.d_head, *tensor.shape[1:])
+        by_group = stored.reshape(groups, -1, self.d_head, *stored.shape[1:])
         parts = by_group[:, :-2], by_group[:, -2], by_group[:, -1]
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -141,15 +145,15 @@ class Experts:
         each = (*rest, rows) if self.transposed else (rows, *rest)
         return (len(shapes) // self.per, *each)
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
         parts = []
-        for expert in tensor:
+        for expert in stored:
             rows = expert.T if self.transposed and expert.ndim > 1 else expert
             if self.alternating:
                 parts += [rows[first :: self.per] for first in range(self.per)]
             else:
-                parts += rows.split([shape[0] for shape in shapes[: self.per]])
-        return [part.contiguous() for part in parts]
+                parts += Rows().split(rows, shapes[: self.per])
+        return parts
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         import torch
@@ -204,9 +208,10 @@ class Entry:
         """Whether our parameters are copies; of stacked rows they are views."""
         return not isinstance(self.layout, Rows)
 
-    def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
-        """Return our parameters by name."""
-        return dict(zip(self.ours, self.layout.split(tensor, self.shapes), strict=True))
+    def split(self, stored: Array) -> dict[str, Array]:
+        """Return our parameters by name, each of them one behind another in memory."""
+        parts = self.layout.split(stored, self.shapes)
+        return dict(zip(self.ours, map(np.ascontiguousarray, parts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from glassformer.data.tokenizers.vocab import Tokenizer, Translates, Vocab
 from glassformer.generation.prompts import Prompts, text_prompt
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.generation.text_stream import BROKEN
 from glassformer.lens.capture import eval_mode

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.choice import rewinding_stepper
-from glassformer.generation.fast.program import why_not
+from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
     OneByOneSlots,
@@ -36,23 +37,10 @@ from glassformer.generation.fast.slots import (
     SlotStepper,
     Span,
 )
-from glassformer.generation.loop import (
-    PATIENCE,
-    Row,
-    check_something_left,
-    check_tokens,
-    permission,
-)
+from glassformer.generation.loop import PATIENCE, Row, allowed, check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts, shared_length
-from glassformer.generation.samplers import (
-    NOTHING,
-    Together,
-    is_plain,
-    make_sampler,
-    settings_of,
-    uniforms,
-)
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.samplers import Together, make_sampler, settings_of
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
 from glassformer.models.model import Model
@@ -409,7 +397,8 @@ class Batcher:
     def _chosen(self, user: Continuation, logits_1V: Tensor) -> "tuple[int, Extra]":
         """Return the next token of one sequence, its log-probability and the likeliest ones."""
         row = user.row
-        allow_1V = permission([row], made=row.made, device=logits_1V.device)
+        allow = allowed([row], made=row.made)
+        allow_1V = None if allow is None else torch.from_numpy(allow).to(logits_1V.device)
         seen_1V = None if user.seen_1V is None else user.seen_1V.to(logits_1V.device)
         shifted_1V = logits_1V
         if user.shift_1V is not None:

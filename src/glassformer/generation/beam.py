@@ -22,7 +22,7 @@ from torch import Tensor
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.loop import PATIENCE, check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import BeamRun, BeamStep, Stepper
+from glassformer.generation.stepping import BeamRun, BeamStep, Stepper
 from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import DivergedError

@@ -6,23 +6,23 @@ checks them for every caller: these functions, the command line and the models' 
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from glassformer.data.automata.library import machine_named
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
-from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.choice import fastest_stepper, rewinding_stepper
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
-from glassformer.generation.speculative import SpeculativeStepper, facts_of
-from glassformer.generation.stepper import NaiveStepper, Stepper
+from glassformer.generation.request import Request, read_request
+from glassformer.generation.speculative import SpeculativeStepper
+from glassformer.generation.stepper import NaiveStepper
+from glassformer.generation.stepping import Stepper, facts_of
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
 from glassformer.spec.decoding import (
@@ -30,12 +30,10 @@ from glassformer.spec.decoding import (
     ConstraintSpec,
     DecodeSpec,
     StepSpec,
-    by_name,
-    decoding_spec,
 )
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.options import Option, options_of
+from glassformer.spec.options import options_of
 
 #: A text, or the token ids of one sequence.
 Prompt = str | Sequence[int]
@@ -144,59 +142,7 @@ def with_texts(
     return tuple(replace(one, text=text) for one, text in zip(hypotheses, texts, strict=True))
 
 
-# --- options, constraint, stepper -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Checked options: how tokens are chosen, what they must match, how a step is computed."""
-
-    decoding: DecodeSpec | BeamSpec
-    constraint: Constraint | None
-    step: StepSpec
-
-
-def read_request(
-    options: Mapping[str, Any],
-    *,
-    tokenizer: Tokenizer | None,
-    eos: tuple[int, ...] = (),
-    forbidden: tuple[int, ...] = (),
-    spell: Callable[[Option], str] = by_name,
-) -> Request:
-    """Check options by name; `spell` says how errors name them.
-
-    `forbidden` are added to those of the options. Options that hold token ids (`forced`,
-    `forbidden`) may be given as text where there is a tokenizer.
-    """
-    constraint, step = (_of(cls, options) for cls in (ConstraintSpec, StepSpec))
-    rest = {k: v for k, v in options.items() if k not in constraint and k not in step}
-    known = {each.name: each for cls in (DecodeSpec, BeamSpec) for each in options_of(cls)}
-    for name in rest.keys() & known.keys():
-        rest[name] = _value(known[name], rest[name], tokenizer)
-    if forbidden:
-        rest["forbidden"] = tuple(sorted({*rest.get("forbidden", ()), *forbidden}))
-    decoding = decoding_spec(rest, eos=eos, spell=spell)
-    made = make_constraint(ConstraintSpec(**constraint), tokenizer)
-    how = StepSpec(**step)
-    if how.speculate and isinstance(decoding, BeamSpec):
-        raise InputError(
-            "{--speculate|speculate} is for one sequence, and beams are several",
-            hint="leave out one of the two",
-        )
-    return Request(decoding, made, how)
-
-
-def make_constraint(spec: ConstraintSpec, tokenizer: Tokenizer | None) -> Constraint | None:
-    """Return the constraint over this tokenizer's tokens, or None."""
-    if spec.regex is None and spec.machine is None:
-        return None
-    if tokenizer is None:
-        raise InputError("a constraint needs a tokenizer", hint="model.with_tokenizer(tokenizer)")
-    if spec.regex is not None:
-        return Constraint.of_regex(spec.regex, tokenizer=tokenizer)
-    assert spec.machine is not None
-    return Constraint(machine_named(spec.machine), tokenizer=tokenizer)
+# --- options, stepper -----------------------------------------------------------------
 
 
 def make_stepper(
@@ -304,24 +250,3 @@ def _one_row(model: TextModel | Model, steps: Iterator[list[NewToken]]) -> Itera
     with evaluating(model):
         for (new,) in steps:
             yield new
-
-
-def _of(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that belong to one spec."""
-    names = {each.name for each in options_of(cls)}
-    return {name: value for name, value in options.items() if name in names}
-
-
-def _value(each: Option, value: Any, tokenizer: Tokenizer | None) -> Any:
-    """Return a field's value: a tuple where it holds several, token ids where it holds tokens."""
-    if not each.holds_tokens and not each.repeated:
-        return value
-    parts: list[Any] = [value] if isinstance(value, str | int) else list(value)
-    if not each.holds_tokens:
-        return tuple(parts)
-    ids: list[int] = []
-    for part in parts:
-        if isinstance(part, str) and tokenizer is None:
-            raise InputError(f"{each.name} as text needs a tokenizer", hint="give token ids")
-        ids += tokenizer.encode(part) if isinstance(part, str) and tokenizer is not None else [part]
-    return tuple(ids)

@@ -5,21 +5,18 @@ has ended leaves the batch; its random numbers, limits and constraint never depe
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import NOTHING, is_plain, make_sampler, uniforms
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.text_stream import TextStream
-from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 
@@ -69,14 +66,14 @@ class Row:
             self.finish = "length"
 
 
-def permission(rows: Sequence[Row], *, made: int, device: torch.device) -> Tensor | None:
+def allowed(rows: Sequence[Row], *, made: int) -> NDArray[np.bool_] | None:
     """Return the tokens (B, V) that constraints allow after `made` new ones; None without any."""
     masks = []
     for row in rows:
         if row.bounded is None:
             return None
         masks.append(row.bounded.allow(row.state, made))
-    return torch.from_numpy(np.stack(masks)).to(device)
+    return np.stack(masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +175,10 @@ def _columns(
     logprobs: bool,
     count: int,
 ) -> Iterator[Column]:
-    sample = make_sampler(spec)
-    seen_BV = _seen(prompts, stepper.vocab_size) if spec.repetition_penalty != 1.0 else None
     going = list(range(len(rows)))  # the row that each line of the batch belongs to
     longest = max(row.limit for row in rows)
     logits_BV, past = stepper.start(prompts, room=longest)
+    chooser = stepper.chooser(spec, prompts, logprobs=logprobs, count=count)
     plain = _only_greedy(spec, rows) and not count
     sampled = _only_sampled(spec, rows) and not count and not logprobs
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
@@ -192,48 +188,44 @@ def _columns(
         runs = runs or sampled
         if ready:
             chosen, values = ready.pop()
-            _check_numbers(chosen, values if logprobs else [])
         else:
-            found_B = sample(
+            found = chooser.choose(
                 logits_BV,
                 step=step,
                 rows=[rows[i].name for i in going],
-                seen_BV=None if seen_BV is None else seen_BV.to(logits_BV.device),
-                allow_BV=permission([rows[i] for i in going], made=step, device=logits_BV.device),
+                allow_BV=allowed([rows[i] for i in going], made=step),
             )
-            tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
-            values_B = logprobs_of(logits_BV, tokens_B) if logprobs else None
-            fetch = _start_fetch(found_B, values_B)
-            likeliest = _likeliest(logits_BV, count) if count else []
             # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
-            ahead = tokens_B.is_cuda and step + 1 < longest and not runs
+            ahead = found.is_remote and step + 1 < longest and not runs
             if ahead:
-                logits_BV = stepper.step(tokens_B, past=past)
-            chosen, values = fetch()
+                logits_BV = stepper.step(found.tokens_B, past=past)
+            chosen, values, likeliest = found.fetch()
+        _check_numbers(chosen, values if logprobs else [])
         for i, token in zip(going, chosen, strict=True):
             rows[i].take(token)
         yield _column(rows, going, chosen, values, likeliest)
         stay = [line for line, i in enumerate(going) if rows[i].finish is None]
         if not stay:
             return
-        if seen_BV is not None:
-            seen_BV.scatter_(1, torch.tensor(chosen)[:, None], True)
+        chooser.note(chosen)
         if len(stay) < len(going):
-            kept = torch.tensor(stay)
+            kept = chooser.array(np.array(stay, dtype=np.int64))
             past.reorder(kept)
             if ahead:
-                logits_BV = logits_BV[kept.to(logits_BV.device)]
-            seen_BV = None if seen_BV is None else seen_BV[kept]
+                logits_BV = chooser.lines(logits_BV, kept)
+            chooser.keep(kept)
             going = [going[line] for line in stay]
             ready = [([t[line] for line in stay], [v[line] for line in stay]) for t, v in ready]
         if ahead or ready:
             continue
-        tokens_B = torch.from_numpy(np.array([chosen[line] for line in stay], dtype=np.int64))
+        tokens_B = chooser.array(np.array([chosen[line] for line in stay], dtype=np.int64))
         if sampled:
             names = [rows[i].name for i in going]
             some = min(rows[i].limit - rows[i].made for i in going)
-            shares_CB = _shares(spec.seed, names, range(step + 1, step + 1 + some))
-            drawn = stepper.run_sampled(tokens_B, past=past, spec=spec, shares_CB=shares_CB)
+            shares = _shares(spec.seed, names, range(step + 1, step + 1 + some))
+            drawn = stepper.run_sampled(
+                tokens_B, past=past, spec=spec, shares_CB=chooser.array(shares)
+            )
             sampled = drawn is not None
             ready = [(each, [math.nan] * len(each)) for each in reversed(drawn or [])]
         elif runs:
@@ -264,10 +256,9 @@ def _only_sampled(spec: DecodeSpec, rows: list[Row]) -> bool:
     return free and is_plain(spec) and not spec.greedy and not spec.stop
 
 
-def _shares(seed: int, names: Sequence[int], steps: range) -> Tensor:
+def _shares(seed: int, names: Sequence[int], steps: range) -> NDArray[np.float64]:
     """Return the random numbers (C, B) of these rows at these steps."""
-    made = [uniforms([seed] * len(names), names, [step] * len(names)) for step in steps]
-    return torch.tensor(made, dtype=torch.float64)
+    return np.array([uniforms([seed] * len(names), names, [step] * len(names)) for step in steps])
 
 
 def _check_numbers(tokens: list[int], values: list[float]) -> None:
@@ -275,29 +266,6 @@ def _check_numbers(tokens: list[int], values: list[float]) -> None:
         raise DivergedError(
             "the model's logits are not numbers", hint="its weights hold NaN or infinity"
         )
-
-
-def _start_fetch(
-    tokens_B: Tensor, values_B: Tensor | None
-) -> Callable[[], tuple[list[int], list[float]]]:
-    """Start copying from a GPU; return a function that waits and returns lists."""
-    here_B, there_B = tokens_B, values_B
-    arrived = None
-    if tokens_B.is_cuda:
-        here_B = tokens_B.to("cpu", non_blocking=True)
-        there_B = None if values_B is None else values_B.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-    def fetch() -> tuple[list[int], list[float]]:
-        if arrived is not None:
-            arrived.synchronize()
-        tokens = here_B.tolist()
-        values = [float("nan")] * len(tokens) if there_B is None else there_B.tolist()
-        _check_numbers(tokens, values if there_B is not None else [])
-        return tokens, values
-
-    return fetch
 
 
 def _column(
@@ -315,23 +283,3 @@ def _column(
     finished_B = np.array([why is not None for why in finish])
     by_row = dict(zip(going, likeliest, strict=True)) if likeliest else {}
     return Column(tokens_B, logprobs_B, finished_B, finish, by_row)
-
-
-def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Return the `count` likeliest tokens of each row with log-probabilities, best first."""
-    best = logits_BV.double().log_softmax(-1).topk(count)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
-
-
-def logprobs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the log-probability of one token in each row."""
-    wide_BV = as_float(logits_BV)
-    return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
-
-
-def _seen(prompts: Prompts, vocab_size: int) -> Tensor:
-    seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
-    for row, tokens in enumerate(prompts.tokens):
-        seen_BV[row, list(tokens)] = True
-    return seen_BV

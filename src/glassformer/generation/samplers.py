@@ -7,20 +7,21 @@ the result is NOTHING.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from glassformer.generation.choosing import NOTHING, Chooser, Chosen, is_plain, uniform
+from glassformer.generation.prompts import Prompts
 from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import GREEDY, DecodeSpec
 
 # B batch, V vocab, K some of them
 
-NOTHING = -1  # no token
-_MASK = (1 << 64) - 1
 _FEW = 128  # likeliest tokens that a nucleus is first looked for among
 _HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no number
 
@@ -123,33 +124,6 @@ def greedy(logits_BV: Tensor) -> Tensor:
     return logits_BV.argmax(-1)
 
 
-def uniform(seed: int, row: int, step: int) -> float:
-    """Return a random number in [0, 1) from these three alone (SplitMix64 over each in turn).
-
-    No state is carried, so a row samples the same tokens in any batch, and after any resumption.
-    """
-    mixed = 0
-    for part in (seed, row, step):
-        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        mixed ^= mixed >> 31
-    return float((mixed >> 11) * 2.0**-53)
-
-
-def uniforms(seeds: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> list[float]:
-    """Return `uniform` of many rows at once."""
-    mixed = np.zeros(len(seeds), np.uint64)
-    for parts in (seeds, rows, steps):
-        given = np.array([part & _MASK for part in parts], np.uint64)
-        mixed = mixed + given + np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64, as above
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-    found: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
-    return found
-
-
 def draw(logits_BV: Tensor, *, seed: int, rows: Sequence[int], step: int) -> Tensor:
     """Sample one token per row from softmax(logits), by inverting the cumulative sum.
 
@@ -234,11 +208,6 @@ def _kept(x_BV: Tensor, spec: DecodeSpec, *, few: int = _FEW) -> Tensor:
     return keep_typical(x_BV, spec.typical_p)
 
 
-def is_plain(spec: DecodeSpec) -> bool:
-    """Return True if the rules look at the logits alone, not at what came before."""
-    return spec.repetition_penalty == 1.0 and not spec.forced and spec.min_new_tokens <= 1
-
-
 def settings_of(spec: DecodeSpec) -> tuple[object, ...]:
     """Return what two plain specs must have in common to be sampled together."""
     rules = (spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.typical_p)
@@ -267,3 +236,93 @@ class Together:
         assert share_B1 is not None
         few = _FEW if self.waits else logits_BV.shape[-1]
         return draw_at(_kept(as_float(logits_BV), self.spec, few=few), share_B1)
+
+
+# --- in the decoding loop -------------------------------------------------------------------------
+
+
+class TorchChooser(Chooser):
+    """The chain of rules over tensors, on their device; results are fetched when it has them."""
+
+    def __init__(
+        self, spec: DecodeSpec, prompts: Prompts, *, vocab_size: int, logprobs: bool, count: int
+    ) -> None:
+        self.sample, self.logprobs, self.count = make_sampler(spec), logprobs, count
+        self.seen_BV = _seen(prompts, vocab_size) if spec.repetition_penalty != 1.0 else None
+
+    def choose(
+        self,
+        logits_BV: Tensor,
+        *,
+        step: int,
+        rows: Sequence[int],
+        allow_BV: NDArray[np.bool_] | None,
+    ) -> Chosen:
+        device = logits_BV.device
+        found_B = self.sample(
+            logits_BV,
+            step=step,
+            rows=rows,
+            seen_BV=None if self.seen_BV is None else self.seen_BV.to(device),
+            allow_BV=None if allow_BV is None else torch.from_numpy(allow_BV).to(device),
+        )
+        tokens_B = found_B.clamp(min=0)  # NOTHING raises below, once a GPU is busy again
+        values_B = logprobs_of(logits_BV, tokens_B) if self.logprobs else None
+        fetch = _start_fetch(found_B, values_B)
+        best = _likeliest(logits_BV, self.count) if self.count else []
+        return Chosen(tokens_B, tokens_B.is_cuda, lambda: (*fetch(), best))
+
+    def note(self, tokens: Sequence[int]) -> None:
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, torch.tensor(tokens)[:, None], True)
+
+    def keep(self, lines: Tensor) -> None:
+        self.seen_BV = None if self.seen_BV is None else self.seen_BV[lines]
+
+    def lines(self, logits_BV: Tensor, lines: Tensor) -> Tensor:
+        return logits_BV[lines.to(logits_BV.device)]
+
+    def array(self, numbers: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers)
+
+
+def _start_fetch(
+    tokens_B: Tensor, values_B: Tensor | None
+) -> Callable[[], tuple[list[int], list[float]]]:
+    """Start copying from a GPU; return a function that waits and returns lists."""
+    here_B, there_B = tokens_B, values_B
+    arrived = None
+    if tokens_B.is_cuda:
+        here_B = tokens_B.to("cpu", non_blocking=True)
+        there_B = None if values_B is None else values_B.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def fetch() -> tuple[list[int], list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        tokens = here_B.tolist()
+        values = [float("nan")] * len(tokens) if there_B is None else there_B.tolist()
+        return tokens, values
+
+    return fetch
+
+
+def _likeliest(logits_BV: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Return the `count` likeliest tokens of each row with log-probabilities, best first."""
+    best = logits_BV.double().log_softmax(-1).topk(count)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
+
+
+def logprobs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    """Return the log-probability of one token in each row."""
+    wide_BV = as_float(logits_BV)
+    return wide_BV.gather(1, tokens_B[:, None])[:, 0] - wide_BV.logsumexp(-1)
+
+
+def _seen(prompts: Prompts, vocab_size: int) -> Tensor:
+    seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+    for row, tokens in enumerate(prompts.tokens):
+        seen_BV[row, list(tokens)] = True
+    return seen_BV

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from glassformer.generation.loop import logprobs_of
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import forbid, greedy, likeliest
-from glassformer.generation.stepper import RewindingStepper, Stepper
+from glassformer.generation.samplers import forbid, greedy, likeliest, logprobs_of
+from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError
 
@@ -243,6 +242,8 @@ class SpeculativeStepper(Stepper):
     for several rows; `facts.why_not` then says so.
     """
 
+    facts: Speculation
+
     def __init__(
         self,
         inner: Stepper,
@@ -395,8 +396,3 @@ class SpeculativeStepper(Stepper):
             logits_1V = self.step(best_1, past=past)  # a right guess: no pass
         past.seconds = self.clock() - begin
         return tokens, values
-
-
-def facts_of(stepper: Stepper) -> Speculation | None:
-    """Return what a speculating stepper has counted since its last prompt; None of another."""
-    return stepper.facts if isinstance(stepper, SpeculativeStepper) else None

@@ -7,18 +7,21 @@ evaluations all read from here.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.choosing import NOTHING
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.loop import Column, decode
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import NOTHING
-from glassformer.generation.speculative import Speculation, facts_of
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.stepping import Stepper, facts_of
 from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
+
+if TYPE_CHECKING:
+    from glassformer.generation.speculative import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Generated:
     logprobs: tuple[float, ...]
     finish: str
     text: str = ""
-    speculation: Speculation | None = None
+    speculation: "Speculation | None" = None
 
 
 def stream(
@@ -152,7 +155,7 @@ class Collected:
         """The text that was shown."""
         return "".join(self.texts)
 
-    def result(self, text: str, facts: Speculation | None = None) -> Generated:
+    def result(self, text: str, facts: "Speculation | None" = None) -> Generated:
         """Return what was collected; a row without an end has the finish `length`."""
         finish = self.finish or "length"
         return Generated(tuple(self.tokens), tuple(self.logprobs), finish, text, facts)

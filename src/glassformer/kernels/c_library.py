@@ -1,17 +1,18 @@
 """Load the compiled library: report why it cannot be used, select variants, share torch's threads.
 
 The library runs on the OpenMP runtime that torch was linked with: one thread pool, which torch's
-own operations keep warm, instead of two that compete for the cores.
+own operations keep warm, instead of two that compete for the cores. Torch itself is not imported:
+where a command does without it, the runtime is loaded from the file that torch would load.
 """
 
 import ctypes
 import functools
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from glassformer.kernels.build import COMMAND, LIBRARY, digest
 from glassformer.spec.errors import InputError, MachineError, nearest
@@ -77,11 +78,15 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_floating.restype = None
     found.glass_integer.argtypes = [pointer, pointer, pointer, pointer, wide, number]
     found.glass_unpack.argtypes = [number, pointer, pointer, wide, number]
+    found.glass_finite.argtypes = [pointer, wide, number, number]
+    found.glass_scales_finite.argtypes = [number, pointer, wide, number]
     found.glass_grids.argtypes = [pointer, number]
     found.glass_columns.argtypes = [pointer, number]
     found.glass_step.argtypes = [pointer]
     found.glass_greedy.argtypes = [pointer]
     found.glass_greedy.restype = wide
+    found.glass_likeliest.argtypes = [pointer, wide, pointer, wide, pointer]
+    found.glass_likeliest.restype = wide
     found.glass_beams.argtypes = [pointer]
     found.glass_beams.restype = wide
     found.glass_reserve.argtypes = [pointer, pointer, wide, pointer, wide, wide]
@@ -108,10 +113,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 @functools.cache
 def _torch_pool() -> int | None:
     """Return the address of GOMP_parallel in the libraries that torch was linked with, if any."""
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        path = Path(torch.__file__).parent / "lib" / name
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).parent / "lib"
+    loaded = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
+    names = {folder / name: loaded for name in ("libtorch_cpu.so", "libtorch_cpu.dylib")}
+    if "torch" not in sys.modules:  # the same file that torch would load, later perhaps
+        names = dict.fromkeys(folder.glob("libgomp*.so*"), os.RTLD_NOW)
+    for path, mode in names.items():
         try:
-            linked = ctypes.CDLL(str(path), getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)
+            linked = ctypes.CDLL(str(path), mode)
             return ctypes.cast(linked.GOMP_parallel, ctypes.c_void_p).value
         except (OSError, AttributeError):
             continue

@@ -1,4 +1,5 @@
-/* y (+)= x W^T + b for a few rows of float32, with W as it lies: row-major, float32 or bfloat16.
+/* y (+)= x W^T + b for a few rows of float32, with W as it lies: row-major, float32, bfloat16, or
+   packed in GGUF's blocks, which gives the bits of the float32 that they stand for.
 
    Reading W once is what it costs, so four outputs are computed together, for as many rows as there
    are registers. Each output of each row is summed in one order, whatever the rows beside it:
@@ -46,9 +47,9 @@ static float dot(const struct floating *w, int64_t out, const float *x) {
     int64_t i = 0;
     for (; i + LANES <= w->inputs; i += LANES)
         for (int l = 0; l < LANES; l++)
-            lanes[l] += (w->bfloat16 ? widened(half[i + l]) : wide[i + l]) * x[i + l];
+            lanes[l] += (w->form ? widened(half[i + l]) : wide[i + l]) * x[i + l];
     for (int l = 0; i < w->inputs; i++, l++)
-        lanes[l] += (w->bfloat16 ? widened(half[i]) : wide[i]) * x[i];
+        lanes[l] += (w->form ? widened(half[i]) : wide[i]) * x[i];
     for (int l = 0; l < LANES; l++) sum += lanes[l];
     return sum;
 }
@@ -191,16 +192,34 @@ AVX512 INLINE __m128 sum16_of_4(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 #endif
 
+static part_fn part_of(int bfloat16) {
+#ifdef GLASS_X86
+    if (glass_variant() == AVX2_FMA) return bfloat16 ? avx2_bfloat16_part : avx2_float32_part;
+    if (glass_variant() == AVX512_VNNI) return bfloat16 ? avx512_bfloat16_part : avx512_float32_part;
+#endif
+    (void)bfloat16;
+    return portable;
+}
+
+/* Packed weights: some outputs are unpacked, and are then an ordinary matrix. */
+static void packed(void *data, int64_t first, int64_t last) {
+    const struct job *job = data;
+    const struct floating *w = job->w;
+    int64_t panel = PANEL / w->inputs / OUTS * OUTS;
+    float numbers[PANEL] __attribute__((aligned(64)));
+    for (int64_t out = first; out < last; out += panel) {
+        int64_t count = out + panel < last ? panel : last - out;
+        struct floating some = {numbers, w->bias ? w->bias + out : 0, count, w->inputs, 0};
+        struct job here = {&some, job->x, job->y + out, job->stride, job->rows, job->onto};
+        glass_unpack_rows(w, out, count, numbers);
+        part_of(0)(&here, 0, count);
+    }
+}
+
 void glass_floating_rows(const struct floating *w, const float *x, float *y, int64_t stride,
                          int64_t rows, int onto, int threads) {
     struct job job = {w, x, y, stride, rows, onto};
-    part_fn part = portable;
-#ifdef GLASS_X86
-    if (glass_variant() == AVX2_FMA)
-        part = w->bfloat16 ? avx2_bfloat16_part : avx2_float32_part;
-    if (glass_variant() == AVX512_VNNI)
-        part = w->bfloat16 ? avx512_bfloat16_part : avx512_float32_part;
-#endif
+    part_fn part = w->form > PACKED ? packed : part_of(w->form);
     int64_t chunk = w->outputs / threads / 4, least = SHARED / w->inputs;
     chunk = ((chunk < least ? least : chunk) / OUTS + 1) * OUTS;
     glass_share(part, &job, w->outputs, chunk, threads);

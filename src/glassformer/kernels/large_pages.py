@@ -11,40 +11,52 @@ import contextlib
 import math
 import mmap
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 PAGE = 1 << 21  # bytes
 WORTH = 100  # decoding steps
-#: Tensors share a piece of memory of this size, which is freed with the last of them.
+#: Arrays share a piece of memory of this size, which is freed with the last of them.
 PIECE = 32 * PAGE
 ALIGNED = 64  # bytes: a line of the cache
 
 
+Floats = NDArray[np.float32]
+
+
+def empty(shape: tuple[int, ...]) -> Floats:
+    """Return an array that is not filled and begins with a line of the cache."""
+    count = math.prod(shape)
+    raw = np.empty(4 * count + ALIGNED, dtype=np.uint8)
+    begin = -raw.ctypes.data % ALIGNED
+    return raw[begin : begin + 4 * count].view(np.float32).reshape(shape)
+
+
 class LargePages:
-    """Float32 tensors one behind another, in pieces of memory that request large pages."""
+    """Float32 arrays one behind another, in pieces of memory that request large pages."""
 
     def __init__(self) -> None:
         self._piece: mmap.mmap | None = None
         self._at = self._end = 0
 
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that is not filled; each has a storage of its own."""
+    def empty(self, shape: tuple[int, ...]) -> Floats:
+        """Return an array that is not filled."""
         count = math.prod(shape)
         size = -(-4 * count // ALIGNED) * ALIGNED
         if not hasattr(mmap, "MADV_HUGEPAGE") or count == 0:
-            return torch.empty(shape)
+            return empty(shape)
         if self._piece is None or self._at + size > self._end:
             self._begin(max(PIECE, size))
-        made = torch.frombuffer(self._piece, dtype=torch.float32, count=count, offset=self._at)
+        assert self._piece is not None
+        made = np.frombuffer(self._piece, dtype=np.float32, count=count, offset=self._at)
         self._at += size
-        return made.view(shape)
+        return made.reshape(shape)
 
     def _begin(self, size: int) -> None:
         """Map a piece of memory; it begins with the first complete page."""
         piece = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them: pages are as they come
             piece.madvise(mmap.MADV_HUGEPAGE)
-        begin = torch.frombuffer(piece, dtype=torch.uint8, count=1).data_ptr()
+        begin = np.frombuffer(piece, dtype=np.uint8, count=1).ctypes.data
         self._at = -begin % PAGE
         self._piece, self._end = piece, self._at + size

@@ -46,7 +46,7 @@ class _Form(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
-        ("bfloat16", ctypes.c_int32),
+        ("form", ctypes.c_int32),
     )
 
 

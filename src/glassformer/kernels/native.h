@@ -36,13 +36,19 @@ enum { PORTABLE = 0, AVX2_FMA = 1, AVX512_VNNI = 2 };
 /* The variant in use: the best that this machine has, or a lesser one that was asked for. */
 int glass_variant(void);
 
-/* A matrix of float32 or bfloat16 as it lies in the module, and y (+)= x W^T + b of some rows. */
+/* A matrix as it lies in the module or the file, and y (+)= x W^T + b of some rows. */
 struct floating {
     const void *weight; /* (O, I) */
     const float *bias;  /* (O) or null */
     int64_t outputs, inputs;
-    int32_t bfloat16; /* else float32 */
+    int32_t form; /* 0: float32; 1: bfloat16; above: PACKED + a type of GGUF's blocks */
 };
+
+#define PACKED 16 /* types of blocks come behind it, with the format's own numbers */
+#define PANEL 32768 /* numbers that are unpacked at once: they stay in the second cache */
+
+/* Unpacks rows of such blocks, one behind another. */
+void glass_unpack_rows(const struct floating *w, int64_t first, int64_t count, float *to);
 
 /* `stride` is the distance between rows of y; `onto` adds to what y holds. */
 void glass_floating_rows(const struct floating *w, const float *x, float *y, int64_t stride,

@@ -105,6 +105,11 @@ INLINE void unpack(struct job *job, int64_t first, int64_t last) {
     if (strange) job->strange = 1;
 }
 
+static const int block_bytes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q8_0] = 34,
+                                  [Q4_K] = 144, [Q6_K] = 210};
+
+INLINE int block_numbers(int type) { return type == Q4_K || type == Q6_K ? 256 : 32; }
+
 static void portable_part(void *job, int64_t first, int64_t last) { unpack(job, first, last); }
 #ifdef GLASS_X86
 AVX2 static void avx2_part(void *job, int64_t first, int64_t last) { unpack(job, first, last); }
@@ -123,4 +128,83 @@ EXPORT int glass_unpack(int type, const uint8_t *from, float *to, int64_t blocks
 #endif
     glass_share(part, &job, blocks, CHUNK, threads);
     return job.strange;
+}
+
+void glass_unpack_rows(const struct floating *w, int64_t first, int64_t count, float *to) {
+    int type = w->form - PACKED;
+    int64_t blocks = w->inputs / block_numbers(type);
+    struct job job = {type, (const uint8_t *)w->weight + first * blocks * block_bytes[type], to, 0};
+#ifdef GLASS_X86
+    if (glass_variant() != PORTABLE) {
+        avx2_part(&job, 0, count * blocks);
+        return;
+    }
+#endif
+    portable_part(&job, 0, count * blocks);
+}
+
+struct scales {
+    int type;
+    const uint8_t *from;
+    _Atomic int strange;
+};
+
+static void look_at_scales(void *data, int64_t first, int64_t last) {
+    struct scales *job = data;
+    int size = block_bytes[job->type], both = job->type == Q4_1 || job->type == Q4_K, strange = 0;
+    const uint8_t *from = job->from + (job->type == Q6_K ? 208 : 0);
+    for (int64_t block = first; block < last; block++) {
+        uint16_t half[2];
+        memcpy(half, from + block * size, 2);
+        memcpy(half + 1, from + block * size + 2 * both, 2);
+        strange |= (half[0] & 0x7c00) == 0x7c00 || (half[1] & 0x7c00) == 0x7c00;
+    }
+    if (strange) job->strange = 1;
+}
+
+/* 1 if the scales of all blocks are finite, and so the numbers; 0 if not; -1: another type. */
+EXPORT int glass_scales_finite(int type, const uint8_t *from, int64_t blocks, int threads) {
+    struct scales job = {type, from, 0};
+    switch (type) {
+        case Q4_0: case Q4_1: case Q5_0: case Q8_0: case Q4_K: case Q6_K: break;
+        default: return -1;
+    }
+    glass_share(look_at_scales, &job, blocks, 64 * CHUNK, threads);
+    return !job.strange;
+}
+
+/* --- numbers that are stored as they are ------------------------------------------------------- */
+
+struct numbers {
+    const void *from;
+    int bytes;           /* 4: float32, 2: bfloat16 */
+    _Atomic int strange;
+};
+
+INLINE void look(struct numbers *job, int64_t first, int64_t last) {
+    int strange = 0;
+    if (job->bytes == 4) {
+        const uint32_t *bits = job->from;
+        for (int64_t i = first; i < last; i++) strange |= (bits[i] & 0x7f800000u) == 0x7f800000u;
+    } else {
+        const uint16_t *bits = job->from;
+        for (int64_t i = first; i < last; i++) strange |= (bits[i] & 0x7f80u) == 0x7f80u;
+    }
+    if (strange) job->strange = 1;
+}
+
+static void portable_look(void *job, int64_t first, int64_t last) { look(job, first, last); }
+#ifdef GLASS_X86
+AVX2 static void avx2_look(void *job, int64_t first, int64_t last) { look(job, first, last); }
+#endif
+
+/* 1 if all of these numbers are finite, else 0. */
+EXPORT int glass_finite(const void *from, int64_t count, int bytes, int threads) {
+    struct numbers job = {from, bytes, 0};
+    part_fn part = portable_look;
+#ifdef GLASS_X86
+    if (glass_variant() != PORTABLE) part = avx2_look;
+#endif
+    glass_share(part, &job, count, 64 * CHUNK, threads);
+    return !job.strange;
 }

@@ -28,7 +28,7 @@ enum kind {
     ROUTE, GATHER, SCATTER, CHOOSE
 };
 enum form {
-    FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2,   /* of weights */
+    FLOAT32 = 0, BFLOAT16 = 1, INTEGER = 2, BLOCKS = 3, /* of weights */
     LAYER_NORM = 0, RMS_NORM = 1,             /* of norms */
     RELU = 0, GELU = 1, GELU_TANH = 2, SILU = 3, RELU2 = 4, /* of activations */
     OWN = 0, SOURCE = 1,                      /* of memories */
@@ -364,6 +364,13 @@ EXPORT int64_t glass_greedy(struct greedy *all) {
     all->made = 0;
     glass_team(run_greedy, all, all->step->threads);
     return all->step->failed ? -1 : all->made;
+}
+
+/* The token that a step of `glass_greedy` would choose from these logits, which are closed in
+   place; -1: none. `logprob` (or null) gets its log-probability. */
+EXPORT int64_t glass_likeliest(float *logits, int64_t count, const int64_t *closed,
+                               int64_t n_closed, float *logprob) {
+    return likeliest[glass_variant()](logits, count, closed, n_closed, logprob);
 }
 
 /* --- pages ------------------------------------------------------------------------------------ */

@@ -89,8 +89,9 @@ TARGET static void NAME(embed)(void *data, int64_t first, int64_t last) {
         const float *wide = (const float *)op->weight + at;
         const uint16_t *half = (const uint16_t *)op->weight + at;
         if (op->form == INTEGER) glass_integer_row(op->weight, work->step->token[m], to);
+        if (op->form == BLOCKS) glass_unpack_rows(op->weight, work->step->token[m], 1, to);
         for (int64_t i = 0; i < op->to_width; i++) {
-            float value = op->form == INTEGER ? to[i] : 0.0f;
+            float value = op->form >= INTEGER ? to[i] : 0.0f;
             if (op->form == FLOAT32) value = wide[i];
             if (op->form == BFLOAT16) value = widened(half[i]);
             to[i] = value * op->number;

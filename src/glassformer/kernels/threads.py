@@ -4,14 +4,20 @@ A thread with too little work waits for the others more than it computes, and wh
 want the same cores, all of them wait for the one that does not run. So small models take one thread
 on any machine; the number of cores is only the upper bound.
 
-The environment must be set before torch and NumPy are loaded, so this module imports neither.
+The environment must be set before torch and NumPy are loaded, so this module imports neither. In a
+command that never loads torch, the number of threads is kept here (`current`, `taking`).
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from glassformer.spec.model import ModelSpec
 
 #: FLOPs of one batch, forward and backward, that justify a thread: 20 to 30 ms.
 FLOPS = 1_000_000_000
@@ -53,16 +59,87 @@ def one_blas_thread() -> None:
 # --- while running -------------------------------------------------------------------------------
 
 
+_without_torch: list[int] = []  # the numbers of `taking`, the last one in use
+
+
+def current() -> int:
+    """Return the number of threads in use: torch's own, or what it would be without torch."""
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.get_num_threads()
+    return _without_torch[-1] if _without_torch else _cores()
+
+
+@functools.cache
+def _cores() -> int:
+    """Return what torch would take: OMP_NUM_THREADS, or the cores that this process may use.
+
+    Two hardware threads of one core count once.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            with open(path, encoding="ascii") as file:
+                cores.add(file.read().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
 def threads_for(amount: float, grain: int) -> int:
     """Return one thread per grain of work: at least one, at most what torch would take."""
-    import torch
+    return max(1, min(current(), round(amount / grain)))
 
-    return max(1, min(torch.get_num_threads(), round(amount / grain)))
+
+def check_threads(threads: int | None, *, engine: str = "torch") -> None:
+    """Refuse a number of threads that cannot be taken; None leaves the choice to the run."""
+    if threads is None:
+        return
+    from glassformer.spec.checks import at_least
+    from glassformer.spec.errors import InputError
+
+    at_least("threads", threads)
+    here = os.cpu_count() or 1
+    if threads > here:
+        raise InputError(f"threads {threads} is more than this machine has", hint=f"{here} at most")
+    if engine != "torch":
+        raise InputError(
+            "NumPy decides on its threads before it starts",
+            hint=f"set OPENBLAS_NUM_THREADS={threads} and leave out the option",
+        )
+
+
+def threads_of_decoding(
+    model: "ModelSpec", *, asked: int | None = None, device: str = "cpu"
+) -> int:
+    """Return the requested number, else what reading every weight once is worth."""
+    from glassformer.spec.manifest import count_parameters
+
+    check_threads(asked)
+    if asked is not None:
+        return asked
+    if not device.startswith("cpu"):
+        return current()
+    return threads_for(count_parameters(model), WEIGHTS)
 
 
 @contextlib.contextmanager
 def taking(threads: int) -> Iterator[None]:
     """Let torch, and the C kernels on its pool, compute on this many threads."""
+    if "torch" not in sys.modules:
+        _without_torch.append(threads)
+        try:
+            yield
+        finally:
+            _without_torch.pop()
+        return
     import torch
 
     before = torch.get_num_threads()
@@ -78,9 +155,7 @@ _own = threading.local()
 
 def product_threads() -> int:
     """Return the number of threads of a C product that this thread calls."""
-    import torch
-
-    return getattr(_own, "count", None) or torch.get_num_threads()
+    return getattr(_own, "count", None) or current()
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from glassformer.adapters.load import AnyModel, adapt, checkpoint_of, load_model, load_native
+from glassformer.adapters.folder.paths import checkpoint_of
+from glassformer.adapters.load import AnyModel, adapt, load_model, load_native
 from glassformer.data.task import Task
-from glassformer.kernels.threads import taking
+from glassformer.kernels.threads import check_threads, taking, threads_of_decoding
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.scores import decoded_scores
@@ -43,12 +44,7 @@ from glassformer.lab.runs.assemble import (
     in_turn,
     read_checkpoint,
 )
-from glassformer.lab.runs.process import (
-    check_threads,
-    recorded_threads,
-    threads_of_decoding,
-    threads_of_run,
-)
+from glassformer.lab.runs.process import recorded_threads, threads_of_run
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved, TrainingRun
 from glassformer.models.model import model_of

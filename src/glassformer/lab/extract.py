@@ -33,10 +33,9 @@ from glassformer.data.batch import Batch
 from glassformer.data.rng import stream
 from glassformer.data.task import Task
 from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
-from glassformer.kernels.threads import taking
+from glassformer.kernels.threads import taking, threads_of_decoding
 from glassformer.lab.api import engine_for, opened
 from glassformer.lab.plots.figures import Edge, dot_text, machine_svg
-from glassformer.lab.runs.process import threads_of_decoding
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError

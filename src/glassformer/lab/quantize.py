@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.adapters.load import AnyModel, adapt, folder_of, load
+from glassformer.adapters.folder.paths import folder_of
+from glassformer.adapters.load import AnyModel, adapt, load
 from glassformer.adapters.native import NativeAdapter, save_model
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task

@@ -434,7 +434,7 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         here[name].copy_(given, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
-    return {name: _numpy(tensor) for name, tensor in here.items()}
+    return {name: numpy_view(tensor) for name, tensor in here.items()}
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
@@ -442,16 +442,35 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return arrays_of({"": tensor})[""]
 
 
-def _numpy(here: torch.Tensor) -> np.ndarray:
-    opaque = OPAQUE.get(str(here.dtype).removeprefix("torch."))
-    if opaque is not None:
-        return here.view(_RAW[here.itemsize]).numpy().view(opaque)
+def numpy_view(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor on the CPU as an array over the same memory."""
+    here, dtype = tensor.detach(), numpy_dtype(tensor.dtype)
+    if dtype.names is not None:
+        return here.view(_RAW[here.itemsize]).numpy().view(dtype)
     return here.numpy()
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return NumPy's type, or what stands for it where NumPy lacks it."""
+    name = str(dtype).removeprefix("torch.")
+    return OPAQUE.get(name) or np.dtype(name)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Copy an array to torch."""
+    return tensor_view(np.array(array))
+
+
+def tensor_view(array: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor over the same memory."""
     if array.dtype.names is not None:
-        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}").copy())
-        return raw.view(getattr(torch, array.dtype.names[0]))
-    return torch.from_numpy(np.array(array))
+        raw = torch.from_numpy(array.view(f"u{array.dtype.itemsize}"))
+        return raw.view(torch_dtype(array.dtype))
+    return torch.from_numpy(array)
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return torch's name of a type, also of those that NumPy lacks."""
+    found = getattr(torch, dtype.name if dtype.names is None else dtype.names[0])
+    assert isinstance(found, torch.dtype)
+    return found

@@ -25,7 +25,8 @@ from glassformer.generation.beam import Hypothesis
 from glassformer.generation.beam import beam_search as search
 from glassformer.generation.generate import evaluating
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build

@@ -9,14 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.nn import tables
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
-from glassformer.spec.position import alibi_slopes, relative_buckets, rotary_frequencies
+from glassformer.spec.position import alibi_slopes, relative_buckets
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
 
@@ -27,29 +29,14 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sinusoids(length: int, d_model: int, *, kind: Sinusoidal | None = None) -> Tensor:
-    """Return the (length, d_model) table in float64: sin in even columns, cos in odd ones.
-
-    Other forms have the sines first, then the cosines.
-    """
-    kind = Sinusoidal() if kind is None else kind
-    position = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] + kind.offset
-    powers = torch.tensor(kind.exponents(d_model), dtype=torch.float64, device="cpu")
-    angle = position * kind.base**-powers
-    if kind.form != "interleaved":
-        return torch.cat((angle.sin(), angle.cos()), dim=1)
-    table = torch.empty(length, d_model, dtype=torch.float64, device="cpu")
-    table[:, 0::2] = angle.sin()
-    table[:, 1::2] = angle.cos()[:, : d_model // 2]
-    return table
+    """Return `tables.sinusoids` as a tensor."""
+    return torch.from_numpy(tables.sinusoids(length, d_model, kind=kind))
 
 
 def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of every position and rotated pair: (2, length, pairs)."""
-    frequencies, factor = rotary_frequencies(rotary, d_head)
-    position = torch.arange(length, dtype=dtype, device="cpu")[:, None]
-    angle = position * torch.tensor(frequencies, dtype=dtype, device="cpu")
-    table = torch.stack((angle.cos(), angle.sin()))
-    return table if factor == 1.0 else table * factor
+    """Return `tables.rotations` as a tensor."""
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    return torch.from_numpy(tables.rotations(rotary, length, d_head, dtype=wide)).to(dtype)
 
 
 class ComputedTable(nn.Module, ABC):

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glassformer.generation.batching import Continuation
-from glassformer.generation.samplers import NOTHING
+from glassformer.generation.choosing import NOTHING
 from glassformer.generation.streaming import NewToken
 from glassformer.serve.engine import Engine, Listener, Served
 from glassformer.serve.fields import BadRequest

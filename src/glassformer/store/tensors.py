@@ -6,6 +6,7 @@ cost before anything is allocated, and require that every tensor fits the manife
 
 import json
 import math
+import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -207,6 +208,38 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
             raise FileError(f"tensor {name} holds NaN or infinity", where=path.name)
         arrays[name] = array
     return arrays
+
+
+class MappedTensors:
+    """The tensors of a file, mapped: arrays that may be written to, and the file stays as it is.
+
+    The map lives as long as one of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.described = path, read_header(path)
+        try:
+            with safetensors.safe_open(path, framework="np"):
+                pass  # the library refuses truncated and overlapping files
+            with path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise FileError(f"a damaged tensor file: {error}", where=str(path)) from error
+        entries = _header(path)
+        begin = 8 + struct.unpack("<Q", self._mapped[:8])[0]
+        self._spans = {
+            name: (begin + int(entries[name]["data_offsets"][0]), math.prod(shape))
+            for name, (_, shape) in self.described.items()
+        }
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return one tensor."""
+        code, shape = self.described[name]
+        offset, count = self._spans[name]
+        if count == 0:
+            return np.empty(shape, dtype=DTYPES[code])
+        found = np.frombuffer(self._mapped, dtype=DTYPES[code], count=count, offset=offset)
+        return np.require(found, requirements="A").reshape(shape)
 
 
 def is_finite(array: NDArray[Any]) -> bool:

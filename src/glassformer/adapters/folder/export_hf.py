@@ -16,21 +16,21 @@ from torch import Tensor
 from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.origin import LAYOUT, read_layout
-from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE, is_finite
+from glassformer.adapters.folder.weights import FLOATS, INDEX, NAME, SINGLE
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.registry import families_that_write
 from glassformer.adapters.table import Family, Plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import array_of
+from glassformer.models.model import array_of, numpy_view, torch_dtype
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 from glassformer.store.checkpoint import SUMS, publishing, sums_text, write_hashed, write_synced
-from glassformer.store.tensors import tensor_chunks
+from glassformer.store.tensors import is_finite, tensor_chunks
 
 SHARD_BYTES = 5_000_000_000
-CODES = {dtype: code for code, dtype in FLOATS.items()}
+CODES = {torch_dtype(dtype): code for code, dtype in FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Tensors:
         """Return a tensor as it is written; refuse NaN and infinity."""
         entry = self.entry(name)
         tensor: Tensor = entry.layout.join([self.own[ours].cpu() for ours in entry.ours])
-        if not is_finite(tensor):
+        if not is_finite(numpy_view(tensor)):
             raise InputError(f"{entry.ours[0]} holds NaN or infinity, so the model is not written")
         return tensor
 

@@ -1,31 +1,24 @@
-"""Read the weights of a folder into a model: built without memory, then filled tensor by tensor.
+"""Read the weights of a folder as NumPy arrays, and compare them with what a model needs.
 
 Names and shapes are compared with the plan before any tensor is read (`ConversionReport`), and what
 does not fit is refused by name. Files are mapped, not copied: a tensor that is used as it is stored
 costs no memory beyond its own. An index may name plain files of its own folder and nothing else; a
-pickle is never opened. Weights of eight and four bits (FP8, MXFP4) are multiplied by their scales
-while they are read, and the report says so.
+pickle is never opened. Imports no torch; `fill` puts the arrays into a model.
 """
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+import numpy as np
 
 from glassformer.adapters.folder.files import read_object
-from glassformer.adapters.table import Plan, Shape
-from glassformer.models.model import Model, build
-from glassformer.nn.position import make_tables
+from glassformer.adapters.table import Array, Plan, Shape
+from glassformer.kernels import c_library, threads
 from glassformer.spec.errors import FileError
-from glassformer.spec.model import ModelSpec
-from glassformer.store.tensors import read_header
+from glassformer.store.tensors import BFLOAT16, DTYPES, MappedTensors, is_finite, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,24 +26,9 @@ INDEX_LIMIT = 50_000_000
 MOST_FILES = 1_000
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = {code: DTYPES[code] for code in ("F64", "F32", "F16", "BF16")}
 #: Tables of positions and masks, which older files hold beside their weights; no weight is one.
-WHOLE = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-#: Numbers that mean something only with the scales beside them.
-SCALED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-#: The numbers of four bits in MXFP4, sign in the highest bit (OCP Microscaling Formats, 2023).
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+WHOLE = {code: DTYPES[code] for code in ("I64", "I32", "I8", "U8", "BOOL")}
 
 
 class Weights(Protocol):
@@ -61,43 +39,18 @@ class Weights(Protocol):
         """By tensor name."""
 
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
+    def dtypes(self) -> Mapping[str, np.dtype]:
         """By tensor name."""
 
     @property
     def where(self) -> str:
         """The path for error messages."""
 
-    def read(self, name: str, *, again: bool = False) -> Tensor:
-        """Read one tensor; `again` maps the file anew, so that earlier pages can be freed."""
+    def read(self, name: str, *, again: bool = False) -> Array:
+        """Read one tensor, to be written to without changing the file.
 
-
-@dataclass(frozen=True, slots=True)
-class ModuleWeights:
-    """The parameters and stored buffers of a live module; tied ones under each of their names."""
-
-    module: nn.Module
-    where: str
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """By the module's own names."""
-        return {name: tuple(tensor.shape) for name, tensor in self._stored().items()}
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """By the module's own names."""
-        return {name: tensor.dtype for name, tensor in self._stored().items()}
-
-    def _stored(self) -> dict[str, Tensor]:
-        """Return parameters, and the buffers that a checkpoint of the module holds."""
-        kept = set(self.module.state_dict())
-        buffers = {name: b for name, b in self.module.named_buffers() if name in kept}
-        # Under every name: of tied ones the first may be the head's.
-        return dict(self.module.named_parameters(remove_duplicate=False)) | buffers
-
-    def read(self, name: str, *, again: bool = False) -> Tensor:
-        return self._stored()[name].detach().cpu().clone()
+        `again` maps the file anew, so that earlier pages can be freed.
+        """
 
 
 class FileWeights:
@@ -108,14 +61,14 @@ class FileWeights:
         files: Mapping[str, Path],
         *,
         where: str,
-        known: Mapping[str, torch.dtype] = FLOATS | WHOLE,
+        known: Mapping[str, np.dtype] = FLOATS | WHOLE,
     ) -> None:
         self.where = where
         self.files: dict[str, list[str]] = {}
         self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, np.dtype] = {}
         self._paths: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, MappedTensors] = {}
         for file, path in files.items():
             header = read_header(path)
             self.files[file] = list(header)
@@ -132,176 +85,18 @@ class FileWeights:
         """What a report says about these files: nothing, for weights that are plain numbers."""
         return ()
 
-    def read(self, name: str, *, again: bool = False) -> Tensor:
-        tensor = self._stored(name, again=again)
-        check_finite(name, tensor, where=str(self._paths[name]))
-        return tensor
+    def read(self, name: str, *, again: bool = False) -> Array:
+        array = self._stored(name, again=again)
+        check_finite(name, array, where=str(self._paths[name]))
+        return array
 
-    def _stored(self, name: str, *, again: bool = False) -> Tensor:
+    def _stored(self, name: str, *, again: bool = False) -> Array:
         path = self._paths[name]
-        try:
-            if again or path not in self._open:
-                file: Any = safe_open(path, framework="pt")
-                if not again:
-                    self._open[path] = file
-            else:
-                file = self._open[path]
-            tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise FileError(f"a damaged tensor file: {error}", where=str(path)) from error
-        return tensor
-
-
-class ScaledWeights(FileWeights):
-    """Weights of eight or four bits as the numbers that they stand for.
-
-    FP8 (E4M3): weight * scale, a scale for the tensor, for each row, or for each block of it
-    (`weight_scale`, or `weight_scale_inv`, which in spite of its name is multiplied too): float32.
-    MXFP4: 32 numbers of four bits share the scale 2^(e - 127): `X_blocks` (..., rows, G, 16) and
-    `X_scales` (..., rows, G) are X (..., 32 G, rows), exact in bfloat16. What a runtime would do to
-    activations is not done.
-    """
-
-    def __init__(
-        self, files: Mapping[str, Path], *, where: str, block: tuple[int, int] | None
-    ) -> None:
-        super().__init__(files, where=where, known=FLOATS | WHOLE | SCALED)
-        self.block = block
-        self._scales: dict[str, str] = {}
-        self.counts = {"FP8": 0, "MXFP4": 0}
-        for name in [name for name, dtype in self.dtypes.items() if dtype == torch.uint8]:
-            if name.endswith("_blocks"):
-                self._pair_fp4(name.removesuffix("_blocks"))
-        for name in [n for n, dtype in self.dtypes.items() if dtype == torch.float8_e4m3fn]:
-            self._pair_fp8(name)
-        for name in [n for n in self.shapes if n.endswith((".input_scale", ".activation_scale"))]:
-            self._forget(name)
-        for name, dtype in self.dtypes.items():
-            if dtype == torch.uint8:
-                raise FileError(f"tensor {name} holds bytes without a meaning", where=where)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How many tensors were unpacked, by kind."""
-        dtypes = {"FP8": "float32", "MXFP4": "bfloat16"}
-        return tuple(
-            f"unpacked to {dtypes[kind]}: {count} {kind}"
-            for kind, count in self.counts.items()
-            if count
-        )
-
-    def _forget(self, *names: str) -> None:
-        for name in names:
-            del self.shapes[name], self.dtypes[name]
-            for held in self.files.values():
-                if name in held:
-                    held.remove(name)
-
-    def _pair_fp4(self, name: str) -> None:
-        blocks, scales = f"{name}_blocks", f"{name}_scales"
-        shape, there = self.shapes[blocks], self.shapes.get(scales)
-        if len(shape) < 3 or shape[-1] != 16 or there != shape[:-1] or name in self.shapes:
-            raise FileError(f"{blocks} {shape} does not fit {scales} {there}", where=self.where)
-        file = next(held for held in self.files.values() if blocks in held)
-        file.insert(file.index(blocks), name)
-        self._forget(blocks, scales)
-        self.shapes[name] = (*shape[:-3], shape[-2] * 32, shape[-3])
-        self.dtypes[name] = torch.bfloat16
-        self._paths[name] = self._paths[blocks]
-        self._scales[name] = scales
-        self.counts["MXFP4"] += 1
-
-    def _pair_fp8(self, name: str) -> None:
-        leaf = [f"{name}_scale_inv", f"{name}_scale"]
-        scale = next((each for each in leaf if each in self.shapes), None)
-        shape = self.shapes[name]
-        if scale is None or len(shape) != 2:
-            raise FileError(f"tensor {name} is of FP8 and has no {leaf[0]}", where=self.where)
-        rows, columns = shape
-        fits = [(), (1,), (1, 1), (rows,), (rows, 1)]
-        if self.block is not None:
-            fits = [(-(-rows // self.block[0]), -(-columns // self.block[1]))]
-        if self.shapes[scale] not in fits:
-            raise FileError(
-                f"{scale} has the shape {self.shapes[scale]} for {shape}",
-                where=self.where,
-                hint="one scale for the tensor, one for each row, or those of weight_block_size",
-            )
-        self._forget(scale)
-        self.dtypes[name] = torch.float32
-        self._scales[name] = scale
-        self.counts["FP8"] += 1
-
-    def read(self, name: str, *, again: bool = False) -> Tensor:
-        if name not in self._scales:
-            return super().read(name, again=again)
-        if self.dtypes[name] == torch.bfloat16:
-            tensor = self._fp4(name, again=again)
-        else:
-            tensor = self._fp8(name, again=again)
-        check_finite(name, tensor, where=str(self._paths[name]))
-        return tensor
-
-    def _fp4(self, name: str, *, again: bool) -> Tensor:
-        packed = self._stored(f"{name}_blocks", again=again)
-        power = self._stored(self._scales[name], again=again).int() - 127
-        table = torch.tensor(FP4, dtype=torch.bfloat16)
-        pairs = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-        numbers = torch.ldexp(table[pairs.int()], power[..., None])
-        return numbers.to(torch.bfloat16).flatten(-2).transpose(-2, -1).contiguous()
-
-    def _fp8(self, name: str, *, again: bool) -> Tensor:
-        tensor = self._stored(name, again=again).float()
-        scale = self._stored(self._scales[name], again=again).float()
-        if self.block is None:
-            return tensor * (scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()))
-        tall, wide = self.block
-        scale = scale.repeat_interleave(tall, 0)[: len(tensor)]
-        return tensor * scale.repeat_interleave(wide, 1)[:, : tensor.shape[1]]
-
-
-def quantized_block(quantization: Mapping[str, Any], *, where: str) -> tuple[int, int] | None:
-    """Return the block that one FP8 scale belongs to; None for a tensor or a row.
-
-    Other methods, and settings of these that would change the numbers, are refused by name.
-    """
-    method = quantization.get("quant_method")
-    block: Any = None
-    match method:
-        case "mxfp4" | "fbgemm_fp8":
-            pass
-        case "fp8":
-            if quantization.get("fmt", "e4m3") != "e4m3":
-                raise _other_format(f"fp8 of the form {quantization['fmt']!r}", where)
-            block = quantization.get("weight_block_size")
-        case "compressed-tensors":
-            groups = quantization.get("config_groups")
-            held = groups.values() if isinstance(groups, dict) else ()
-            kinds = [each.get("weights") if isinstance(each, dict) else None for each in held]
-            eight = [{"num_bits": 8, "type": "float"}.items() <= (k or {}).items() for k in kinds]
-            if quantization.get("format") != "float-quantized" or not all(eight):
-                raise _other_format(f"compressed-tensors, {quantization.get('format')!r}", where)
-            blocks = {json.dumps(kind.get("block_structure")) for kind in kinds if kind}
-            if len(blocks) > 1:
-                raise _other_format("compressed-tensors with blocks of several sizes", where)
-            block = json.loads(blocks.pop()) if blocks else None
-        case _:
-            raise _other_format(repr(method)[:60], where)
-    if block is None:
-        return None
-    if not isinstance(block, list) or [type(size) for size in block] != [int, int]:
-        raise FileError(f"quantization_config has blocks of {str(block)[:40]}", where=where)
-    if min(block) < 1:
-        raise FileError(f"quantization_config has blocks of {block}", where=where)
-    return block[0], block[1]
-
-
-def _other_format(what: str, where: str) -> FileError:
-    return FileError(
-        f"the weights are quantized in another format ('quantization_config': {what})",
-        where=where,
-        hint="FP8 and MXFP4 are read; otherwise take the original weights, and glass quantize",
-    )
+        if again:
+            return MappedTensors(path).read(name)
+        if path not in self._open:
+            self._open[path] = MappedTensors(path)
+        return self._open[path].read(name)
 
 
 def _no_weight(name: str, dtype: str, *, where: str) -> FileError:
@@ -312,16 +107,22 @@ def _no_weight(name: str, dtype: str, *, where: str) -> FileError:
     )
 
 
-def check_finite(name: str, tensor: Tensor, *, where: str) -> None:
+def check_finite(name: str, array: Array, *, where: str) -> None:
     """Refuse NaN and infinity."""
-    if not is_finite(tensor):
-        raise FileError(f"tensor {name} holds NaN or infinity", where=where)
+    plain = array.dtype in (BFLOAT16, DTYPES["F32"]) and array.flags.c_contiguous
+    if plain and c_library.available():
+        found = c_library.library().glass_finite(
+            array.ctypes.data, array.size, array.itemsize, threads.current()
+        )
+    else:
+        found = is_finite(array)
+    if not found:
+        raise not_finite(name, where=where)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite: min and max show it without extra memory."""
-    bounds = tensor.aminmax() if tensor.numel() else ()
-    return all(math.isfinite(float(bound)) for bound in bounds)
+def not_finite(name: str, *, where: str) -> FileError:
+    """Return the error of a tensor that is refused."""
+    return FileError(f"tensor {name} holds NaN or infinity", where=where)
 
 
 def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = None) -> FileWeights:
@@ -351,6 +152,8 @@ def _opened(
         return FileWeights(files, where=str(folder))
     if not isinstance(quantization, dict):
         raise FileError("quantization_config is not a table", where=str(folder))
+    from glassformer.adapters.folder.scaled import ScaledWeights, quantized_block
+
     block = quantized_block(quantization, where=str(folder))
     return ScaledWeights(files, where=str(folder), block=block)
 
@@ -393,14 +196,14 @@ def inside(folder: Path, name: object) -> Path:
     return path
 
 
-def widest(dtypes: Mapping[str, torch.dtype], *, where: str) -> torch.dtype:
+def widest(dtypes: Mapping[str, np.dtype], *, where: str) -> np.dtype:
     """Return the widest precision among the tensors."""
     found = set(dtypes.values())
     if not found:
         raise FileError("the weight files are empty", where=where)
-    if found == {torch.float16, torch.bfloat16}:  # neither holds the other
-        return torch.float32
-    return max(found, key=lambda dtype: torch.finfo(dtype).bits)
+    if found == {DTYPES["F16"], BFLOAT16}:  # neither holds the other
+        return DTYPES["F32"]
+    return max(found, key=lambda dtype: dtype.itemsize)
 
 
 SHOWN = 6
@@ -503,80 +306,17 @@ def compared(plan: Plan, weights: Weights) -> ConversionReport:
     """Compare weights with a plan; refuse what does not fit, and whole numbers as weights."""
     report = compare(plan, weights.shapes)
     for name, dtype in weights.dtypes.items():
-        if not dtype.is_floating_point and name not in report.ignored:
+        if dtype not in FLOATS.values() and name not in report.ignored:
             code = next((code for code, each in WHOLE.items() if each == dtype), str(dtype))
             raise _no_weight(name, code, where=weights.where)
     report.raise_if_incomplete(where=weights.where)
     return report
 
 
-def filled(
-    spec: ModelSpec,
-    plan: Plan,
-    weights: Weights,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str = "cpu",
-) -> tuple[Model, ConversionReport]:
-    """Build a model with these weights, in eval mode and in their precision, or in `dtype`.
-
-    Names and shapes are compared before anything is allocated. A tensor that needs no conversion is
-    mapped from its file, so the peak is the weights plus the largest converted tensor.
-    """
-    report = compared(plan, weights)
-    used = {name: weights.dtypes[name] for name in report.loaded}
-    target = dtype or widest(used, where=weights.where)
-    model = build(spec, device="meta").to(target)
-    make_tables(model, device)
-    for name in report.loaded:
-        changes = used[name] != target or device != "cpu"
-        _set(model, plan, weights, name, target=target, device=device, changes=changes)
-    for name in report.tied:
-        _check_copy(model, plan, weights, name)
-    return model.eval(), report
-
-
-def refill(model: Model, plan: Plan, weights: Weights) -> ConversionReport:
-    """Copy weights into an existing model; its parameters stay the same objects."""
-    report = compared(plan, weights)
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name in report.loaded:
-            parts = plan.entries[plan.full_name(name)].split(weights.read(name, again=True))
-            for ours, tensor in parts.items():
-                own[ours].copy_(tensor)
-    for name in report.tied:
-        _check_copy(model, plan, weights, name)
-    return report
-
-
-def _set(
-    model: Model,
-    plan: Plan,
-    weights: Weights,
-    name: str,
-    *,
-    target: torch.dtype,
-    device: str,
-    changes: bool,
-) -> None:
-    entry = plan.entries[plan.full_name(name)]
-    # Converted tensors are copied; closing the map afterwards frees the pages that were read.
-    tensor = weights.read(name, again=changes or entry.copies)
-    for ours, part in entry.split(tensor).items():
-        owner, _, leaf = ours.rpartition(".")
-        value = part.to(device=device, dtype=target)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-
-
-def _check_copy(model: Model, plan: Plan, weights: Weights, name: str) -> None:
-    """Require that a tied tensor which the file holds twice has the same values."""
-    entry = plan.entries[plan.tied[plan.full_name(name)]]
-    own = dict(model.named_parameters())
-    copies: dict[str, Tensor] = entry.split(weights.read(name, again=True))
-    if not all(torch.equal(copies[ours].to(own[ours]), own[ours]) for ours in entry.ours):
-        raise FileError(
-            f"{name} differs from {entry.theirs}, and the config says that they are tied",
-            where=weights.where,
-            hint='if the head was trained by itself, set "tie_word_embeddings": false',
-        )
+def raise_other_head(name: str, owner: str, *, where: str) -> NoReturn:
+    """Refuse a tied tensor which a file holds twice, with other values."""
+    raise FileError(
+        f"{name} differs from {owner}, and the config says that they are tied",
+        where=where,
+        hint='if the head was trained by itself, set "tie_word_embeddings": false',
+    )

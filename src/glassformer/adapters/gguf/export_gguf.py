@@ -38,18 +38,8 @@ from glassformer.adapters.gguf.hf_files import (
     TEMPLATES,
     name_of,
 )
-from glassformer.adapters.gguf.load import (
-    F16,
-    F32,
-    Q4_0,
-    Q4_K,
-    Q5_0,
-    Q8_0,
-    Kind,
-    kind_of,
-    library,
-    packed,
-)
+from glassformer.adapters.gguf.load import F16, F32, Q4_0, Q4_K, Q5_0, Q8_0, packed
+from glassformer.adapters.gguf.tensors import Kind, kind_of, library
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.adapters.tokenizers.pieces import CONTROL, UNUSED, USER_DEFINED

@@ -26,15 +26,17 @@ from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import Hypothesis, beam_search
-from glassformer.generation.fast import program
+from glassformer.generation.choosing import uniform
+from glassformer.generation.fast import from_model
 from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.fast.program import PAGE
 from glassformer.generation.fast.slots import Span
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import uniform
 from glassformer.generation.speculative import SpeculativeStepper
-from glassformer.generation.stepper import HandStepper, NaiveStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.models.model import Model, build, weights_of
@@ -232,7 +234,7 @@ def _steppers(model: Model) -> dict[str, Stepper]:
         "cached": TorchStepper(model),
         "growing cache": TorchStepper(model, cache="growing"),
     }
-    if not program.why_not(model):
+    if not from_model.why_not(model):
         found["native"] = NativeStepper(model)
     if not why_not(model.spec):
         found["lean"] = _lean(model)
@@ -465,7 +467,7 @@ def native_steps_are_plain(subject: Subject) -> Measure:
     Rows of different lengths, then the same batch reordered with a row twice, as beams do.
     """
     model, prompts = _case(subject)
-    if reason := program.why_not(model):
+    if reason := from_model.why_not(model):
         raise NotOffered(reason)
     found, size = [], f"{subject.size}, {NEW} steps"
     for name in c_library.variants():
@@ -509,7 +511,7 @@ def speculation_changes_nothing(subject: Subject) -> Measure:
     greedy. Held to equality where a row's numbers do not depend on the rows read with it.
     """
     model, prompts = _case(subject)
-    if reason := program.why_not(model):
+    if reason := from_model.why_not(model):
         raise NotOffered(reason)
     stepper, wrong, guessed, right = NativeStepper(model), [], 0, 0
     drafts: dict[str, Stepper | None] = {"from the text": None}
@@ -536,15 +538,15 @@ def kept_prompts_change_nothing(subject: Subject) -> Measure:
     One prompt is kept; then itself is read, and one that begins alike and differs within a page.
     """
     model, prompts = _case(subject)
-    if reason := program.why_not(model):
+    if reason := from_model.why_not(model):
         raise NotOffered(reason)
     if model.spec.encoder is not None:
         raise NotOffered("prompts are kept for decoders")
-    row = tuple(itertools.islice(itertools.cycle(prompts.tokens[0]), 3 * program.PAGE + 3))
+    row = tuple(itertools.islice(itertools.cycle(prompts.tokens[0]), 3 * PAGE + 3))
     row = row[: model.spec.max_seq_len]
     middle = len(row) // 2 + 1
     other = (*row[:middle], (row[middle] + 1) % model.spec.vocab_size, *row[middle + 1 :])
-    if len(row) < program.PAGE + 2:
+    if len(row) < PAGE + 2:
         raise NotOffered(f"its {model.spec.max_seq_len} positions are fewer than a page and more")
     plain, differ, reused = NativeStepper(model), 0, 0
     with tempfile.TemporaryDirectory() as folder:

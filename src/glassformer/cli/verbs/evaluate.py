@@ -175,7 +175,7 @@ class _Outcome:
 
 def _run_suite(name: str, path: str, asked: _Asked, *, as_json: bool) -> None:
     """Run the suite of that name on the model at a path, and print its result."""
-    from glassformer.lab.runs.process import check_threads
+    from glassformer.kernels.threads import check_threads
 
     if name not in SUITES:
         raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
@@ -228,7 +228,7 @@ def _small(path: str, asked: _Asked) -> _Outcome:
 
 
 def _threads(adapter: "NativeAdapter", asked: _Asked) -> contextlib.AbstractContextManager[None]:
-    from glassformer.lab.runs.process import threads_of_decoding
+    from glassformer.kernels.threads import threads_of_decoding
 
     return taking(threads_of_decoding(adapter.spec, asked=asked.threads, device=asked.device))
 

@@ -47,9 +47,10 @@ from glassformer.spec.units import visible
 if TYPE_CHECKING:
     from glassformer.adapters.chat.template import Conversation
     from glassformer.data.tokenizers.vocab import Tokenizer
-    from glassformer.generation.generate import Request
     from glassformer.generation.prompts import Prompts
-    from glassformer.generation.stepper import Stepper
+    from glassformer.generation.request import Request
+    from glassformer.generation.stepping import Stepper
+    from glassformer.spec.model import ModelSpec
 
 
 @takes(DecodeSpec, BeamSpec, ConstraintSpec, StepSpec, into="options")
@@ -136,7 +137,7 @@ def generate(
 def read_options(options: Mapping[str, Any], tokenizer: "Tokenizer") -> "Request":
     """Check the options that were typed; mention those that change nothing."""
     from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
-    from glassformer.generation.generate import read_request
+    from glassformer.generation.request import read_request
 
     request = read_request(
         options,
@@ -163,22 +164,19 @@ def _run(
 ) -> int:
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
     with opening():
-        from glassformer.adapters.load import load, load_tokenizer
-        from glassformer.generation.generate import make_stepper
+        from glassformer.adapters.folder.paths import load_tokenizer
         from glassformer.generation.prompts import text_prompt
         from glassformer.kernels import large_pages
-        from glassformer.lab.runs.process import check_threads, threads_of_decoding
+        from glassformer.kernels.threads import check_threads, threads_of_decoding
 
         tokenizer = load_tokenizer(path)
         request = read_options(options, tokenizer)
         device = check_device(device)
         check_threads(threads)
         is_long = request.decoding.max_new_tokens >= large_pages.WORTH
-        model = load(path, large_pages=is_long).to(device)
-        guessing = None if draft is None else load(draft, large_pages=is_long).to(device)
-    stepper = make_stepper(model, request.step, draft=guessing)
-    prompts = text_prompt(model.spec, tokenizer, sys.stdin.read() if text == "-" else text)
-    count = threads_of_decoding(model.spec, asked=threads, device=device)
+        spec, stepper = _open(path, request, draft=draft, device=device, large_pages=is_long)
+    prompts = text_prompt(spec, tokenizer, sys.stdin.read() if text == "-" else text)
+    count = threads_of_decoding(spec, asked=threads, device=device)
     show = _search if isinstance(request.decoding, BeamSpec) else _stream
     try:
         with taking(count):
@@ -190,6 +188,24 @@ def _run(
         tell("\nstopped")
         return 128 + signal.SIGINT
     return 0
+
+
+def _open(
+    path: str, request: "Request", *, draft: str | None, device: str, large_pages: bool
+) -> "tuple[ModelSpec, Stepper]":
+    """Open a model and what decodes with it: without torch where the same comes out of it."""
+    if draft is None and device == "cpu" and request.is_plainly_greedy:
+        from glassformer.adapters.array_model import open_stepper
+
+        found = open_stepper(path, unpacks=large_pages)
+        if found is not None:
+            return found
+    from glassformer.adapters.load import load
+    from glassformer.generation.generate import make_stepper
+
+    model = load(path, large_pages=large_pages).to(device)
+    guessing = None if draft is None else load(draft, large_pages=large_pages).to(device)
+    return model.spec, make_stepper(model, request.step, draft=guessing)
 
 
 def _search(
@@ -224,7 +240,7 @@ def _stream(
     *,
     as_json: bool,
 ) -> None:
-    from glassformer.generation.speculative import facts_of
+    from glassformer.generation.stepping import facts_of
     from glassformer.generation.streaming import Collected, stream
 
     spec = request.decoding
@@ -341,7 +357,7 @@ def open_conversation(
         import torch
 
         from glassformer.adapters.load import load
-        from glassformer.lab.runs.process import check_threads, threads_of_decoding
+        from glassformer.kernels.threads import check_threads, threads_of_decoding
 
         device = check_device(device)
         check_threads(threads)

@@ -130,7 +130,7 @@ def _serve(
     """Open the socket, load the models, and serve until a signal."""
     from glassformer.adapters.load import load
     from glassformer.cli.shell.process import check_device
-    from glassformer.lab.runs.process import check_threads, threads_of_decoding
+    from glassformer.kernels.threads import check_threads, threads_of_decoding
     from glassformer.serve.app import Limits, create_app, serve_forever
     from glassformer.serve.engine import Engine, Served
     from glassformer.serve.http import is_loopback, listen, reachable_host

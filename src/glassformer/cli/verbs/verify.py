@@ -145,7 +145,8 @@ def _certificate(
 ) -> "Report":
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     from glassformer.adapters.folder.origin import is_native
-    from glassformer.adapters.load import folder_of, load
+    from glassformer.adapters.folder.paths import folder_of
+    from glassformer.adapters.load import load
     from glassformer.checks.preset_subjects import sample_subject
     from glassformer.checks.report import verify as check
     from glassformer.checks.subject import subject_of_factory

@@ -6,10 +6,11 @@ not know, keeps the plain cached step, which runs the model itself.
 
 import torch
 
-from glassformer.generation.fast import block, program
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast import block, from_model
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.stepper import RewindingStepper, Stepper, TorchStepper, decodable
+from glassformer.generation.stepper import TorchStepper, decodable
+from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.models.model import Holder, Model
 
 
@@ -28,7 +29,7 @@ def fastest_stepper(model: Model | Holder) -> Stepper:
 def rewinding_stepper(model: Model | Holder) -> RewindingStepper:
     """Return the fastest step whose decodings are independent and can take tokens back."""
     own = decodable(model)
-    return TorchStepper(own) if program.why_not(own) else NativeStepper(own)
+    return TorchStepper(own) if from_model.why_not(own) else NativeStepper(own)
 
 
 def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) -> str:
@@ -40,7 +41,7 @@ def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) ->
         return f"the model is on {device}, and steps are recorded on a GPU"
     if reason := block.why_not(model.spec):
         return f"the fast step does not compute {reason}"
-    if reason := program.unknown_module(model):
+    if reason := from_model.unknown_module(model):
         return reason
     kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
     if len(kinds) > 1:

@@ -1,7 +1,8 @@
-"""`NativeStepper`: a decoding step of a complete model as one call into `kernels/step.c`.
+"""`ArrayStepper`: a decoding step of a complete model as one call into `kernels/step.c`.
 
-Nothing is timed or compiled, so the first step is as fast as the last. It is the default on a CPU
-(`choice.fastest_stepper`) for models that the C file can run (`program.why_not`).
+Nothing is timed or compiled, so the first step is as fast as the last. Weights, tokens and logits
+are NumPy arrays, and torch is not imported; `native_stepper.NativeStepper` is the same over a torch
+model, and the default on a CPU.
 
 Rows need no padding: each new token has a sequence and a position, and sequences may be at any
 positions. A past is a set of rows; to add rows to a batch, read their prompts with `start` and
@@ -13,26 +14,28 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from glassformer.generation.fast.program import BUFFERS, LOGITS, PAGE, Op, programs, why_not
-from glassformer.generation.fast.prompt_cache import LEAST, PromptCache
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import (
-    BeamRun,
-    BeamStep,
-    RewindingStepper,
-    decodable,
+from glassformer.generation.choosing import Chooser, LikeliestChooser
+from glassformer.generation.fast.program import (
+    BUFFERS,
+    LOGITS,
+    PAGE,
+    Op,
+    Source,
+    programs,
+    unknown_part,
 )
-from glassformer.kernels import c_library
-from glassformer.models.model import Holder, Model
-from glassformer.nn.linear import PackedWeight
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepping import BeamRun, BeamStep, RewindingStepper
+from glassformer.kernels import c_library, threads
+from glassformer.kernels.large_pages import empty
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
+from glassformer.spec.model import ModelSpec
 
 # B rows, V vocab
 
@@ -109,7 +112,7 @@ class Pages:
         self.page = page
         self.form = _Memory(page=page)
         self.address = ctypes.addressof(self.form)
-        self._pool = torch.empty(0)
+        self._pool = empty((0, page))
         self._uses = np.zeros(0, dtype=np.int32)
         self._spare = np.zeros(0, dtype=np.int32)
 
@@ -118,16 +121,16 @@ class Pages:
         form, before = self.form, self.form.pages
         after = before + max(more, before // 2)
         try:
-            pool = torch.empty(after, self.page)
-        except RuntimeError as error:
+            pool = empty((after, self.page))
+        except MemoryError as error:
             raise MachineError(f"no memory for {after * PAGE:,} positions of the cache") from error
-        pool[:before] = self._pool.view(before, self.page) if before else pool[:0]
+        pool[:before] = self._pool
         uses, spare = np.zeros(after, dtype=np.int32), np.zeros(after, dtype=np.int32)
         uses[:before] = self._uses
         spare[: form.n_spare] = self._spare[: form.n_spare]
         spare[form.n_spare : form.n_spare + after - before] = np.arange(after - 1, before - 1, -1)
         self._pool, self._uses, self._spare = pool, uses, spare
-        form.pool, form.pages = pool.data_ptr(), after
+        form.pool, form.pages = pool.ctypes.data, after
         form.n_spare += after - before
         form.uses, form.spare = uses.ctypes.data, spare.ctypes.data
 
@@ -147,7 +150,7 @@ class Pages:
         return self._pool.nbytes
 
     @property
-    def numbers(self) -> Tensor:
+    def numbers(self) -> NDArray[np.float32]:
         """Keys and values, a row for each page."""
         return self._pool
 
@@ -197,13 +200,11 @@ class Rows:
 
     def full_pages(self, row: int) -> NDArray[np.float32]:
         """Return a copy of the pages of a row that are full."""
-        held = self.table[row, : self.length[row] // PAGE]
-        return np.asarray(self.pages.numbers[torch.from_numpy(held).long()].numpy())
+        return self.pages.numbers[self.table[row, : self.length[row] // PAGE]]
 
     def fill(self, row: int, pages: NDArray[np.float32], *, length: int) -> None:
         """Let an empty row with room for it begin with copies of these pages."""
-        held = torch.from_numpy(self.table[row, : len(pages)]).long()
-        self.pages.numbers[held] = torch.from_numpy(pages)
+        self.pages.numbers[self.table[row, : len(pages)]] = pages
         self.length[row] = length
 
     def share(self, source: int, target: int, *, length: int) -> None:
@@ -259,8 +260,8 @@ class NativePast:
         """The number of tokens read by each row."""
         return [int(length) for length in self.own.length]
 
-    def reorder(self, rows_B: Tensor) -> None:
-        rows = np.ascontiguousarray(rows_B.cpu().numpy(), dtype=np.int64)
+    def reorder(self, rows_B: Any) -> None:
+        rows = np.ascontiguousarray(rows_B, dtype=np.int64)
         self.own.reorder(rows)
         if self.source is not None:
             self.source.reorder(rows)
@@ -279,70 +280,63 @@ class NativePast:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class NativeStepper(RewindingStepper):
+class ArrayStepper(RewindingStepper):
     """A `Stepper` for one model, to be kept and used again; several pasts may be live at once.
 
-    With `prompt_cache`, a folder, prompts are read from where they differ from those that are kept
-    there, and are kept in their turn; `reused` counts the tokens that were not read again.
+    Logits and tokens are NumPy arrays here (`_out` makes them what a subclass gives).
     """
 
-    def __init__(self, model: Model | Holder, *, prompt_cache: Path | None = None) -> None:
-        self.model = decodable(model)
-        super().__init__(self.model.spec)
-        if reason := why_not(self.model):
+    def __init__(self, model: ModelSpec, source: Source) -> None:
+        super().__init__(model)
+        if reason := c_library.why_not() or unknown_part(model):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
-        if prompt_cache is not None and self.model.spec.encoder is not None:
-            raise InputError("a prompt cache is for decoders: answers to a source begin alike")
-        self.prompt_cache = prompt_cache
-        self._version: tuple[int, ...] = ()
+        self._prepare()
+        self._write(model, source)
+
+    def _prepare(self) -> None:
         self._step = _Step()
         self._greedy = _Greedy()
         self._rows = 0
         self._seconds, self._timed_rows = 0.0, 1  # of one greedy step, and its rows
         self._beam_seconds = 0.0
 
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
+    def _write(self, model: ModelSpec, source: Source) -> None:
+        """Write the program of these weights, and begin with empty memory."""
+        decoder, encoder, page = programs(model, source)
+        self._programs = decoder, encoder
+        self._decoder = decoder.compiled()
+        self._encoder = None if encoder is None else encoder.compiled()
+        both = [decoder.widths, encoder.widths if encoder else [1] * BUFFERS]
+        self._widths = [max(pair) for pair in zip(*both, strict=True)]
+        self._rows = 0
+        self.pages, self._sources = Pages(decoder.page), Pages(page)
+        self._scratch = Pages(0 if encoder is None else encoder.page)
+
+    def _out(self, numbers: NDArray[Any]) -> Any:
+        """Return an array as this stepper gives it."""
+        return numbers
+
+    def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
+        """Return the greedy choice in C; without torch there is no other."""
+        if count or not LikeliestChooser.covers(spec):
+            raise InputError("plain arrays are decoded greedily", hint="NativeStepper samples too")
+        return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Any, NativePast]:
         """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
-        self._notice_new_weights()
+        past = self._begun(prompts)
+        return self.read(prompts.tokens, past=past), past
+
+    def _begun(self, prompts: Prompts) -> NativePast:
+        """Return a past of empty rows, with their sources read."""
         past = NativePast(Rows(self.pages, len(prompts)), None)
         if self._encoder is not None:
             assert prompts.sources is not None
             past.source = self._read_sources(prompts.sources)
-        if self._kept is None:
-            return self.read(prompts.tokens, past=past), past
-        found = [self._kept.find(row) for row in prompts.tokens]
-        return self._begin(prompts, found, past), past
-
-    def _begin(
-        self,
-        prompts: Prompts,
-        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
-        past: NativePast,
-    ) -> Tensor:
-        """Fill empty rows with what was kept of their prompts, read the rest, and keep that too."""
-        lengths = [0 if one is None else one[0] for one in found]
-        past.own.reserve(max(lengths))
-        for row, one in enumerate(found):
-            if one is not None:
-                past.own.fill(row, one[1], length=one[0])
-        self.reused += sum(lengths)
-        rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
-        logits_BV = self.read(rest, past=past)
-        self._keep(prompts, lengths, past)
-        return logits_BV
-
-    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
-        """Keep prompts of which enough is new; `lengths` are the parts that are kept already."""
-        if self._kept is None:
-            return
-        for row, (tokens, length) in enumerate(zip(prompts.tokens, lengths, strict=True)):
-            full = len(tokens) // PAGE
-            if full >= length // PAGE + LEAST:
-                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row)[:full])
+        return past
 
     def empty_past(self, rows: int, *, room: int) -> NativePast:
         """Return rows without a token, with all the memory that `room` positions of each take."""
-        self._notice_new_weights()
         past = NativePast(Rows(self.pages, rows), None)
         width = -(-room // PAGE)
         past.own.table = np.full((rows, width), -1, dtype=np.int32)
@@ -357,7 +351,7 @@ class NativeStepper(RewindingStepper):
         starts: list[int],
         past: NativePast,
         chosen: list[int],
-    ) -> Tensor:
+    ) -> Any:
         """Read new tokens of some rows of a past with room for them, each from its own position.
 
         What such a row has read from there on is forgotten. Logits are after the chosen tokens,
@@ -370,7 +364,7 @@ class NativeStepper(RewindingStepper):
             self._run(len(rows))
             self.positions += 1
             own.length[rows] += 1
-            return self._buffers[LOGITS][: len(rows)]
+            return self._out(self._buffers[LOGITS][: len(rows)])
         for place, start, count in zip(rows, starts, counts, strict=True):
             own.length[place] = start
             own.reserve_row(place, count)
@@ -383,7 +377,7 @@ class NativeStepper(RewindingStepper):
         own.length[rows] += np.asarray(counts)
         return logits_RV
 
-    def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Tensor:
+    def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Any:
         """Read one or more new tokens of each row; return the logits (B, V) after the last."""
         last = np.cumsum([len(row) for row in tokens]) - 1
         return self.read_all(tokens, past=past, chosen=last)
@@ -394,7 +388,7 @@ class NativeStepper(RewindingStepper):
         *,
         past: NativePast,
         chosen: NDArray[np.int64] | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Return logits after each new token, row by row, or after the chosen of them."""
         assert len(tokens) == len(past)
         counts = [len(row) for row in tokens]
@@ -410,7 +404,7 @@ class NativeStepper(RewindingStepper):
         past.own.length += np.array(counts)
         return logits
 
-    def read_several(self, tokens: Sequence[int], *, past: NativePast) -> Tensor:
+    def read_several(self, tokens: Sequence[int], *, past: NativePast) -> Any:
         """Add several tokens to the only row: next-token logits (T, V) after each."""
         return self.read_all([tokens], past=past)
 
@@ -425,9 +419,9 @@ class NativeStepper(RewindingStepper):
         position: NDArray[np.int64],
         chosen: NDArray[np.int64],
         past: NativePast,
-    ) -> Tensor:
+    ) -> Any:
         """Read new tokens, a block at a time; return the logits after the chosen ones, in order."""
-        logits = torch.empty(len(chosen), self.vocab_size)
+        logits = empty((len(chosen), self.vocab_size))
         self._use(self._decoder, past.own, past.source)
         for begin in range(0, len(token), BLOCK):
             end = min(begin + BLOCK, len(token))
@@ -435,16 +429,16 @@ class NativeStepper(RewindingStepper):
             here = chosen[first:last] - begin
             self._call(token[begin:end], row[begin:end], position[begin:end], here)
             logits[first:last] = self._buffers[LOGITS][: len(here)]
-        return logits
+        return self._out(logits)
 
-    def step(self, tokens_B: Tensor, *, past: NativePast) -> Tensor:
+    def step(self, tokens_B: Any, *, past: NativePast) -> Any:
         B = len(past)
         self._ready(B, past, more=1)
-        self._token[:B] = tokens_B.numpy()
+        self._token[:B] = tokens_B
         self._run(B)
         self.positions += 1
         past.own.length += 1
-        return self._buffers[LOGITS][:B]
+        return self._out(self._buffers[LOGITS][:B])
 
     def _ready(self, count: int, past: NativePast, *, more: int) -> None:
         """Point at a past whose rows get one new token each, with room for `more`."""
@@ -472,7 +466,7 @@ class NativeStepper(RewindingStepper):
 
     def run_greedy(
         self,
-        tokens_B: Tensor,
+        tokens_B: Any,
         *,
         past: NativePast,
         count: int,
@@ -485,7 +479,7 @@ class NativeStepper(RewindingStepper):
         B = len(past)
         count = min(count, self._steps_within(seconds, B))
         self._ready(B, past, more=count)
-        self._token[:B] = tokens_B.numpy()
+        self._token[:B] = tokens_B
         found = self._greedy_steps(B, count, ends=ends, closed=closed, logprobs=logprobs)
         past.own.length += len(found[0])
         return found
@@ -530,7 +524,7 @@ class NativeStepper(RewindingStepper):
         call.closed, call.n_closed = never.ctypes.data, len(never)
         call.ends, call.n_ends = last.ctypes.data, len(last)
         call.tokens, call.logprobs = made.ctypes.data, values.ctypes.data if logprobs else None
-        self._step.threads = torch.get_num_threads()
+        self._step.threads = threads.current()
         begin = time.perf_counter()
         steps = c_library.library().glass_greedy(ctypes.addressof(call))
         if steps < 0:
@@ -540,8 +534,8 @@ class NativeStepper(RewindingStepper):
         return made[:steps].tolist(), values[:steps].tolist()
 
     def run_beams(
-        self, tokens_B: Tensor, *, past: NativePast, run: BeamRun
-    ) -> tuple[Tensor, list[BeamStep]]:
+        self, tokens_B: Any, *, past: NativePast, run: BeamRun
+    ) -> tuple[Any, list[BeamStep]]:
         """Run beam steps in one call; see `Stepper.run_beams`."""
         B = len(past)
         most = int(run.seconds / self._beam_seconds) if self._beam_seconds else 1
@@ -549,7 +543,7 @@ class NativeStepper(RewindingStepper):
         if count < 1:
             return self.step(tokens_B, past=past), []
         self._ready(B, past, more=count + 1)
-        self._token[:B] = tokens_B.numpy()
+        self._token[:B] = tokens_B
         parents, tokens = np.empty((2, count, B), dtype=np.int64)
         totals = np.empty((count, B))
         whole = {"first": run.first, "closed": run.closed, "ends": run.ends}
@@ -560,7 +554,7 @@ class NativeStepper(RewindingStepper):
         arrays |= {name: np.array(some, dtype=np.float64) for name, some in real.items()}
         arrays |= {"parents": parents, "tokens": tokens, "totals": totals}
         arrays["table"] = np.empty_like(past.own.table)
-        self._step.threads = torch.get_num_threads()
+        self._step.threads = threads.current()
         call = _Beams(
             step=ctypes.addressof(self._step),
             count=count,
@@ -576,7 +570,7 @@ class NativeStepper(RewindingStepper):
         self._beam_seconds = (time.perf_counter() - begin) / (steps + 1)
         self.positions += steps + 1
         made = (parents[:steps].tolist(), tokens[:steps].tolist(), totals[:steps].tolist())
-        return self._buffers[LOGITS][:B], list(zip(*made, strict=True))
+        return self._out(self._buffers[LOGITS][:B]), list(zip(*made, strict=True))
 
     @property
     def memory_bytes(self) -> int:
@@ -630,7 +624,7 @@ class NativeStepper(RewindingStepper):
         self._run(count)
 
     def _run(self, count: int) -> None:
-        self._step.threads = torch.get_num_threads()
+        self._step.threads = threads.current()
         if c_library.library().glass_step(ctypes.addressof(self._step)):
             raise MachineError(f"no memory for a step of {count} tokens")
 
@@ -650,33 +644,11 @@ class NativeStepper(RewindingStepper):
         if count <= self._rows:
             return
         self._rows = count
-        self._buffers = [torch.empty(count, width) for width in self._widths]
-        self._addresses = (ctypes.c_void_p * BUFFERS)(*(b.data_ptr() for b in self._buffers))
+        self._buffers = [empty((count, width)) for width in self._widths]
+        self._addresses = (ctypes.c_void_p * BUFFERS)(*(b.ctypes.data for b in self._buffers))
         self._step.buffers = ctypes.addressof(self._addresses)
         arrays = [np.zeros(count, dtype=np.int64) for _ in range(4)]
         self._token, self._row, self._position, self._chosen = arrays
         self._order = np.arange(count)
         for name, array in zip(("token", "row", "position", "chosen"), arrays, strict=True):
             setattr(self._step, name, array.ctypes.data)
-
-    def _notice_new_weights(self) -> None:
-        """Write the program again if the model was trained, loaded or moved since."""
-        now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
-        now += tuple(m.loads for m in self.model.modules() if isinstance(m, PackedWeight))
-        if now == self._version:
-            return
-        if reason := why_not(self.model):
-            raise InputError(f"no native step any more: {reason}", hint="make another stepper")
-        decoder, encoder, page = programs(self.model)
-        self._programs = decoder, encoder
-        self._decoder = decoder.compiled()
-        self._encoder = None if encoder is None else encoder.compiled()
-        both = [decoder.widths, encoder.widths if encoder else [1] * BUFFERS]
-        self._widths = [max(pair) for pair in zip(*both, strict=True)]
-        self._rows = 0
-        self.pages, self._sources = Pages(decoder.page), Pages(page)
-        self._scratch = Pages(0 if encoder is None else encoder.page)
-        self._kept = None
-        if self.prompt_cache is not None:
-            self._kept = PromptCache(self.prompt_cache, self.model, page=decoder.page)
-        self._version = now

@@ -1,37 +1,35 @@
 """A model written down for the native step: a flat list of operations, and what it cannot do.
 
-`programs` reads the model's parts and gives each operation of `kernels/step.c` pointers to the
-model's own weights; nothing is copied but what C reads in float32 only (gains, biases, tables).
-`why_not` is the closed decision on which models the C file can run.
+`programs` follows a spec and gives each operation of `kernels/step.c` pointers to the weights of a
+`Source`: those of a torch model, or arrays of a file. Nothing is copied but what C reads in float32
+only (gains, biases, tables). `unknown_part` is the closed decision on which specs the C file can
+run. Imports no torch.
 """
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol, assert_never, cast, get_args, runtime_checkable
+from typing import Any, Protocol, assert_never, get_args
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
-from glassformer.kernels import c_library
-from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
-from glassformer.models.model import DecoderLM, EncoderDecoder, Model
-from glassformer.models.stack import Stack, StackParts, heads_key
-from glassformer.nn.attention import MultiHeadAttention
-from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
-from glassformer.nn.linear import Linear
-from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.nn.position import AddedPosition, ALiBiPosition, RotaryPosition
+from glassformer.kernels.packed import PACKED, PackedMatrix
+from glassformer.nn import tables
 from glassformer.spec import model as spec
+from glassformer.spec.manifest import is_tied, manifest
+from glassformer.spec.model import rotary_of
 from glassformer.spec.own import OwnPosition
+from glassformer.spec.position import alibi_slopes
+from glassformer.store.tensors import BFLOAT16
 
 # N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs
 
 PAGE = 16  # positions
-DTYPES = (torch.float32, torch.bfloat16)
+
+#: Numbers that the C file reads: float32, or bfloat16 as `store.tensors` has it.
+Array = NDArray[Any]
 
 # --- what the C file can do -----------------------------------------------------------------------
 
@@ -76,33 +74,17 @@ APART = (
     spec.AnswerHead,
 )
 
-#: The modules that the program has operations for, and those that it need not run.
-PARTS = {
-    *(DecoderLM, EncoderDecoder, Stack, TransformerBlock, MultiHeadAttention, MLP, SwiGLU, Linear),
-    MixtureOfExperts,
-    *(LayerNorm, RMSNorm, TokenEmbedding, FactorizedTokenEmbedding, TiedHead, RotaryPosition),
-    *(ALiBiPosition, nn.Dropout, nn.ModuleList, nn.ModuleDict),
-}
 
-
-@runtime_checkable
-class IntegerWeights(Protocol):
-    """A quantized layer or table; its weights are those of the C routines, if it uses them."""
-
-    def c_weight(self) -> Int8Weight | Int4Weight | None:
-        """Return the matrix in the layout of integer.c, or None."""
-
-
-def why_not(model: Model) -> str:
-    """Return the reason why this model has no native step here; empty if it has one."""
-    if reason := c_library.why_not():
-        return reason
-    like = next(model.parameters())
-    if like.device.type != "cpu":
-        return f"the model is on {like.device}, and the native step runs on the CPU"
-    if any(parameter.dtype not in DTYPES for parameter in model.parameters()):
-        return f"its weights are {like.dtype}, and the native step reads float32 and bfloat16"
-    return _unknown(model.spec) or _missing(model)
+def unknown_part(model: spec.ModelSpec) -> str:
+    """Return what a model of this spec has that the C file cannot run; empty if it can."""
+    if found := _unknown(model):
+        return found
+    if not all(block.attention.causal for block in model.decoder.blocks()):
+        return "its decoder is not causal"
+    for block in model.encoder.blocks() if model.encoder is not None else ():
+        if block.attention.causal or block.attention.window:
+            return "the native step reads a source from both sides, without a window"
+    return ""
 
 
 def _unknown(node: object) -> str:
@@ -126,47 +108,124 @@ def _unknown(node: object) -> str:
     return ""
 
 
-def _missing(model: Model) -> str:
-    stacks = [model.spec.decoder] + ([model.spec.encoder] if model.spec.encoder else [])
-    for stack in stacks:
-        for block in stack.blocks():
-            attention = block.attention
-            if stack is model.spec.decoder and not attention.causal:
-                return "its decoder is not causal"
-            if stack is model.spec.encoder and (attention.causal or attention.window):
-                return "the native step reads a source from both sides, without a window"
-    for name, part in model.named_modules():
-        if isinstance(part, IntegerWeights) and part.c_weight() is None:
-            return f"the weights of {name} are not in the form of our C routines"
-    return unknown_module(model, but=IntegerWeights)
+# --- weights --------------------------------------------------------------------------------------
 
 
-def unknown_module(model: Model, *, but: type | None = None) -> str:
-    """Return what a step that reads weights past the modules would pass over; empty if nothing.
+class IntegerMatrix(Protocol):
+    """Quantized weights in the layout of integer.c."""
 
-    `but` are classes of other modules that the step knows.
+    shape: tuple[int, int]
+    address: int
+
+
+class Source(Protocol):
+    """The weights of a model, by the manifest's names, and its tables of positions.
+
+    `stack` is the prefix of one side's names: empty for a decoder alone.
     """
-    for name, part in model.named_modules():
-        if "position" in name.split("."):
-            continue  # its table is read
-        if type(part) not in PARTS and not (but is not None and isinstance(part, but)):
-            return f"the step has no {type(part).__name__}, as in {name}"
-        if part._forward_hooks or part._forward_pre_hooks:
-            return f"a hook would not be called: {name or 'the model'} has one"
-    return ""
+
+    def array(self, name: str) -> Array | None:
+        """Return a parameter; None if the model has none of that name."""
+
+    def integer(self, layer: str) -> IntegerMatrix | None:
+        """Return the quantized weights of a layer or table; None if they are floats."""
+
+    def packed(self, layer: str) -> PackedMatrix | None:
+        """Return the weights of a layer or table in a file's own blocks; None if they are not."""
+
+    def rotation(self, stack: str, layer: int) -> Array | None:
+        """Return cos and sin of a layer's rotation (2, positions, pairs), or None."""
+
+    def slopes(self, stack: str, layer: int) -> Array | None:
+        """Return the slopes of a layer's heads, or None."""
+
+    def added(self, stack: str) -> Array | None:
+        """Return the rows that are added by position, or None."""
 
 
-def _stacks(model: Model) -> list[StackParts]:
-    if isinstance(model, EncoderDecoder):
-        return [model.encoder, model.decoder]
-    return [cast(StackParts, model)]
+class ArraySource:
+    """A `Source` of plain arrays and packed matrices by the manifest's names; tied ones once."""
+
+    def __init__(self, model: spec.ModelSpec, arrays: Mapping[str, Array | PackedMatrix]) -> None:
+        self.model, self.arrays = model, arrays
+        self.owners = {p.name: p.tied_to for p in manifest(model) if p.tied_to is not None}
+        self._rotations: dict[tuple[spec.Rotary, int], Array] = {}
+
+    def array(self, name: str) -> Array | None:
+        """Return a parameter, under any of its names."""
+        found = self.arrays.get(self.owners.get(name, name))
+        assert not isinstance(found, PackedMatrix), name
+        return found
+
+    def integer(self, layer: str) -> IntegerMatrix | None:
+        """Return None: plain arrays are floats."""
+        return None
+
+    def packed(self, layer: str) -> PackedMatrix | None:
+        """Return the weights of a layer or table as they are packed."""
+        name = f"{layer}.weight"
+        found = self.arrays.get(self.owners.get(name, name))
+        return found if isinstance(found, PackedMatrix) else None
+
+    def rotation(self, stack: str, layer: int) -> Array | None:
+        """Return cos and sin of a layer's rotation; layers of one kind share a table."""
+        attention = self._attention(stack, layer)
+        rotary, width = rotary_of(attention, self.model.position), self._width(attention)
+        if rotary is None:
+            return None
+        if (rotary, width) not in self._rotations:
+            self._rotations[rotary, width] = tables.rotations(
+                rotary, self.model.max_seq_len, width, dtype=np.float32
+            )
+        return self._rotations[rotary, width]
+
+    def slopes(self, stack: str, layer: int) -> Array | None:
+        """Return the slopes of a layer's heads."""
+        if not isinstance(self.model.position, spec.ALiBi):
+            return None
+        attention = self._attention(stack, layer)
+        found = alibi_slopes(self.model.position, attention.n_heads, self._width(attention))
+        return np.array(found, dtype=np.float32)
+
+    def added(self, stack: str) -> Array | None:
+        """Return the sinusoids, or the learned rows that belong to a position."""
+        match self.model.position:
+            case spec.Sinusoidal() as kind:
+                found = tables.sinusoids(self.model.max_seq_len, self.model.d_model, kind=kind)
+                return found.astype(np.float32)
+            case spec.Learned(offset=offset):
+                weight = self.array(f"{stack}position.weight")
+                assert weight is not None
+                return weight[offset:]
+            case OwnPosition():
+                raise AssertionError("a user's position is a torch module")
+            case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
+                return None
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def _attention(self, stack: str, layer: int) -> spec.Attention:
+        side = self.model.encoder if stack == "encoder." else self.model.decoder
+        assert side is not None
+        return list(side.blocks())[layer].attention
+
+    def _width(self, attention: spec.Attention) -> int:
+        return attention.head_width(self.model.d_model)
+
+
+def as_floats(array: Array) -> NDArray[np.float32]:
+    """Return numbers as float32, one behind another; the same memory where they are."""
+    if array.dtype == BFLOAT16:
+        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32)
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 (EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST) = range(9)
 (ROUTE, GATHER, SCATTER, CHOOSE) = range(9, 13)
-INTEGER = 2  # of the forms of weights, after float32 and bfloat16
+INTEGER, BLOCKS = 2, 3  # of the forms of weights, after float32 and bfloat16
 OWN, SOURCE = range(2)  # memories
 EVERY = 1  # of the rows that a feed-forward is added to: all, not those that chose it
 ACTIVATIONS: tuple[spec.Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
@@ -199,14 +258,18 @@ class _Floating(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
-        ("bfloat16", ctypes.c_int32),
+        ("form", ctypes.c_int32),
     )
 
 
 class Program:
-    """Operations over buffers, the widest row of each buffer, and the size of a page."""
+    """Operations over buffers, the widest row of each buffer, and the size of a page.
 
-    def __init__(self) -> None:
+    `stack` is the prefix of the names of the side that is written.
+    """
+
+    def __init__(self, model: spec.ModelSpec, source: Source, stack: str) -> None:
+        self.model, self.source, self.prefix = model, source, stack
         self.ops: list[Op] = []
         self.widths = [1] * BUFFERS
         self.page = 0
@@ -225,17 +288,30 @@ class Program:
             setattr(op, name, value)
         self.ops.append(op)
 
-    def floats(self, tensor: Tensor | None) -> int | None:
+    def array(self, name: str) -> Array:
+        """Return a parameter that the spec says is there."""
+        found = self.source.array(name)
+        assert found is not None, name
+        return found
+
+    def floats(self, array: Array | None) -> int | None:
         """Return the address of numbers as float32, which are kept as long as this program."""
-        if tensor is None:
+        if array is None:
             return None
-        wide = tensor.detach().float().contiguous()
+        wide = as_floats(array)
         self._kept.append(wide)
-        return wide.data_ptr()
+        return wide.ctypes.data
+
+    def kept(self, array: Array) -> tuple[Array, bool]:
+        """Return numbers one behind another, kept like these, and whether they are bfloat16."""
+        array = np.ascontiguousarray(array)
+        self._kept.append(array)
+        return array, array.dtype == BFLOAT16
 
     def norm(
         self,
-        part: LayerNorm | RMSNorm,
+        norm: spec.Norm,
+        name: str,
         source: int,
         to: int,
         row: int,
@@ -244,13 +320,14 @@ class Program:
         count: int = 1,
     ) -> None:
         """Add a norm of `count` pieces of a row, from number `first` on."""
-        match part:
-            case LayerNorm():
-                form, gain, bias = 0, part.weight.detach(), self.floats(part.bias)
-            case RMSNorm():
-                form, gain, bias = 1, part.weight.detach(), None
-                if part.offset:
-                    gain = 1.0 + gain.float()
+        gain, bias = self.array(f"{name}.weight"), None
+        match norm:
+            case spec.LayerNorm():
+                form, bias = 0, self.source.array(f"{name}.bias")
+            case spec.RMSNorm():
+                form = 1
+                if norm.offset:
+                    gain = np.float32(1.0) + as_floats(gain)
             case _ as unreachable:
                 assert_never(unreachable)
         self.add(
@@ -261,16 +338,16 @@ class Program:
             form=form,
             first=first,
             count=count,
-            width=len(part.weight),
+            width=len(gain),
             weight=self.floats(gain),
-            bias=bias,
-            number=part.eps,
+            bias=self.floats(bias),
+            number=norm.eps,
         )
 
     def product(
         self,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
+        weight_OI: Array,
+        bias_O: Array | None,
         source: int,
         to: int,
         *,
@@ -279,17 +356,28 @@ class Program:
         onto: bool = False,
     ) -> None:
         """Add x W^T + b, written to (or onto) a row of `row` numbers from number `first` on."""
-        weight = weight_OI.detach().contiguous()
-        outputs, inputs = weight.shape
-        half = weight.dtype == torch.bfloat16
-        matrix = _Floating(weight.data_ptr(), self.floats(bias_O), outputs, inputs, half)
-        self._kept += (weight, matrix)
+        weight, half = self.kept(weight_OI)
+        matrix = self.matrix(weight, weight.shape, bias_O, int(half))
+        self._floating(matrix, source, to, first=first, row=row, onto=onto)
+
+    def matrix(
+        self, data: Array, shape: tuple[int, ...], bias_O: Array | None, form: int
+    ) -> _Floating:
+        """Return what C reads of a matrix; all of it is kept as long as this program."""
+        made = _Floating(data.ctypes.data, self.floats(bias_O), *shape, form)
+        self._kept += (data, made)
+        return made
+
+    def _floating(
+        self, matrix: _Floating, source: int, to: int, *, first: int, row: int, onto: bool
+    ) -> None:
+        inputs, outputs = matrix.inputs, matrix.outputs
         self.add(
             PRODUCT,
             source,
             to,
             (inputs, row or outputs),
-            form=int(half),
+            form=min(matrix.form, 1),
             first=first,
             width=outputs,
             weight=ctypes.addressof(matrix),
@@ -298,8 +386,8 @@ class Program:
 
     def integer(
         self,
-        part: IntegerWeights,
-        bias_O: Tensor | None,
+        weight: IntegerMatrix,
+        bias_O: Array | None,
         source: int,
         to: int,
         *,
@@ -308,8 +396,6 @@ class Program:
         onto: bool = False,
     ) -> None:
         """Add a quantized layer's product; its rows pass through a buffer of their own."""
-        weight = part.c_weight()
-        assert weight is not None
         outputs, inputs = weight.shape
         self.widths[APART_ROWS] = max(self.widths[APART_ROWS], outputs)
         self._kept.append(weight)
@@ -327,13 +413,31 @@ class Program:
             onto=onto,
         )
 
-    def linear(self, part: nn.Module, source: int, to: int, **rest: Any) -> None:
+    def linear(self, name: str, source: int, to: int, **rest: Any) -> None:
         """Add a layer's product."""
-        if isinstance(part, IntegerWeights):
-            self.integer(part, getattr(part, "bias", None), source, to, **rest)
+        bias = self.source.array(f"{name}.bias")
+        if (weight := self.source.integer(name)) is not None:
+            self.integer(weight, bias, source, to, **rest)
             return
-        assert type(part) is Linear
-        self.product(part.weight, part.bias, source, to, **rest)
+        if (blocks := self.source.packed(name)) is not None:
+            self.packed_product(blocks, bias, source, to, **rest)
+            return
+        self.product(self.array(f"{name}.weight"), bias, source, to, **rest)
+
+    def packed_product(
+        self,
+        weight: PackedMatrix,
+        bias_O: Array | None,
+        source: int,
+        to: int,
+        *,
+        first: int = 0,
+        row: int = 0,
+        onto: bool = False,
+    ) -> None:
+        """Add a product with weights in a file's own blocks: the bits of the unpacked ones."""
+        matrix = self.matrix(weight.data, weight.shape, bias_O, PACKED + weight.kind)
+        self._floating(matrix, source, to, first=first, row=row, onto=onto)
 
     def adjust(
         self,
@@ -350,76 +454,53 @@ class Program:
 
     # --- the parts of a model
 
-    def embedding(self, embed: nn.Module, width: int) -> None:
+    def embedding(self) -> None:
         """Add the lookup of each new token, times the scale if there is one."""
-        if isinstance(embed, IntegerWeights):
-            weight = embed.c_weight()
-            assert weight is not None
-            self._kept.append(weight)
-            self.add(
-                EMBED,
-                X,
-                X,
-                (width, width),
-                form=INTEGER,
-                weight=weight.address,
-                number=getattr(embed, "multiplier", None) or 1.0,
-            )
-            return
-        table = embed.weight if isinstance(embed, TokenEmbedding) else None
-        scale, to = 1.0, X
-        if isinstance(embed, FactorizedTokenEmbedding):
-            table, to = embed.u, NARROW
-        elif isinstance(embed, TokenEmbedding) and embed.scale is not None:
-            scale = embed.scale
-        assert table is not None
-        rows = table.detach().contiguous()
-        self._kept.append(rows)
-        half = int(rows.dtype == torch.bfloat16)
-        size = (rows.shape[1], rows.shape[1])
-        self.add(EMBED, to, to, size, form=half, weight=rows.data_ptr(), number=scale)
-        if isinstance(embed, FactorizedTokenEmbedding):
-            self.product(embed.v.t(), None, NARROW, X)
-        assert width == self.widths[X]
-
-    def position(self, model: spec.ModelSpec, parts: StackParts) -> None:
-        """Add the table of positions, where there is one to be added."""
-        part = parts.position
-        match model.position:
-            case spec.Sinusoidal():
-                assert part is not None and not isinstance(part, AddedPosition)
-                table = cast(Tensor, part.table)
-            case spec.Learned(offset=offset):
-                assert part is not None and not isinstance(part, AddedPosition)
-                table = cast(Tensor, part.weight)[offset:]
-            case OwnPosition():
-                assert isinstance(part, AddedPosition)
-                table = part.table(model.max_seq_len, torch.float32)
-            case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
-                return
+        name, D, scale, to, leaf = f"{self.prefix}embed", self.model.d_model, 1.0, X, "weight"
+        match self.model.embedding:
+            case spec.ScaledEmbedding() as scaled:
+                scale = scaled.scale(D)
+            case spec.FactorizedEmbedding():
+                to, leaf = NARROW, "u"
+            case spec.PlainEmbedding():
+                pass
             case _ as unreachable:
                 assert_never(unreachable)
-        width = (model.d_model, model.d_model)
-        self.add(ADD_POSITION, X, X, width, weight=self.floats(table))
+        if (weight := self.source.integer(name)) is not None:
+            self._kept.append(weight)
+            table = {"form": INTEGER, "weight": weight.address}
+            self.add(EMBED, X, X, (D, D), number=scale, **table)
+            return
+        if (blocks := self.source.packed(name)) is not None:
+            matrix = self.matrix(blocks.data, blocks.shape, None, PACKED + blocks.kind)
+            table = {"form": BLOCKS, "weight": ctypes.addressof(matrix)}
+            self.add(EMBED, X, X, (D, D), number=scale, **table)
+            return
+        rows, half = self.kept(self.array(f"{name}.{leaf}"))
+        size = (rows.shape[1], rows.shape[1])
+        self.add(EMBED, to, to, size, form=int(half), weight=rows.ctypes.data, number=scale)
+        if to == NARROW:
+            self.product(self.array(f"{name}.v").T, None, NARROW, X)
+        assert self.widths[X] == D
 
-    def heads(
-        self,
-        part: MultiHeadAttention,
-        attention: spec.Attention,
-        parts: StackParts,
-        source: int,
-        turn: str | None,
-    ) -> None:
+    def position(self) -> None:
+        """Add the table of positions, where there is one to be added."""
+        table, D = self.source.added(self.prefix), self.model.d_model
+        if table is not None:
+            self.add(ADD_POSITION, X, X, (D, D), weight=self.floats(table))
+
+    def heads(self, name: str, attention: spec.Attention, layer: int, source: int) -> None:
         """Add self-attention from queries to heads; new keys and values are remembered."""
-        N, K, H = attention.n_heads, attention.kv_heads, part.d_head
+        N, K, H = attention.n_heads, attention.kv_heads, attention.head_width(self.model.d_model)
         row = (N + 2 * K) * H
-        self.linear(part.q_proj, source, WIDE, row=row)
-        self.linear(part.k_proj, source, WIDE, row=row, first=N * H)
-        self.linear(part.v_proj, source, WIDE, row=row, first=(N + K) * H)
-        if not part.norm_last:
-            self.qk_norm(part, N, K, row)
+        self.linear(f"{name}.q_proj", source, WIDE, row=row)
+        self.linear(f"{name}.k_proj", source, WIDE, row=row, first=N * H)
+        self.linear(f"{name}.v_proj", source, WIDE, row=row, first=(N + K) * H)
+        if not attention.qk_norm_last:
+            self.qk_norm(name, attention, N, K, row)
+        turn = self.source.rotation(self.prefix, layer)
         if turn is not None:
-            cos, sin = cast(RotaryPosition, parts.rotary[turn]).table
+            cos, sin = turn
             self.add(
                 ROTATE,
                 WIDE,
@@ -431,11 +512,8 @@ class Program:
                 weight=self.floats(cos),
                 bias=self.floats(sin),
             )
-        if part.norm_last:
-            self.qk_norm(part, N, K, row)
-        slopes = None
-        if parts.alibi:
-            slopes = self.floats(cast(ALiBiPosition, parts.alibi[heads_key(N, H)]).table)
+        if attention.qk_norm_last:
+            self.qk_norm(name, attention, N, K, row)
         self.remember(OWN, K, H, row, first=N * H)
         self.add(
             ATTEND,
@@ -448,21 +526,33 @@ class Program:
             width=H,
             layer=self.page,
             window=attention.window or 0,
-            weight=slopes,
-            bias=self.floats(part.sinks),
-            number=_scale(part),
-            cap=part.softcap or 0.0,
+            weight=self.floats(self.source.slopes(self.prefix, layer)),
+            bias=self.floats(self.source.array(f"{name}.sinks")),
+            number=_scale(attention, H),
+            cap=attention.softcap or 0.0,
             causal=attention.causal,
         )
         self.page += 2 * PAGE * K * H
 
-    def qk_norm(self, part: MultiHeadAttention, N: int, K: int, row: int, first: int = 0) -> None:
+    def qk_norm(
+        self, name: str, attention: spec.Attention, N: int, K: int, row: int, first: int = 0
+    ) -> None:
         """Add the norms of N heads of queries, and of K of keys behind them, if there are any."""
-        for norm, heads in ((part.q_norm, N), (part.k_norm, K)):
-            if norm is not None and heads:
-                count = 1 if part.norm_all else heads
-                self.norm(norm, WIDE, WIDE, row, first=first, count=count)
-            first += heads * part.d_head
+        if attention.qk_norm is None:
+            return
+        for letter, heads in (("q", N), ("k", K)):
+            if heads:
+                count = 1 if attention.qk_norm_over == "all" else heads
+                self.norm(
+                    attention.qk_norm,
+                    f"{name}.{letter}_norm",
+                    WIDE,
+                    WIDE,
+                    row,
+                    first=first,
+                    count=count,
+                )
+            first += heads * attention.head_width(self.model.d_model)
 
     def remember(self, memory: int, K: int, H: int, row: int, *, first: int) -> None:
         """Add the writing of keys and values, which are side by side in a row."""
@@ -471,13 +561,11 @@ class Program:
             REMEMBER, WIDE, WIDE, width, form=memory, first=first, count=K, width=H, layer=self.page
         )
 
-    def cross(
-        self, part: MultiHeadAttention, attention: spec.Attention, source: int, layer: int
-    ) -> None:
+    def cross(self, name: str, attention: spec.Attention, source: int, layer: int) -> None:
         """Add cross-attention from queries to heads, over the source's memory."""
-        N, K, H = attention.n_heads, attention.kv_heads, part.d_head
-        self.linear(part.q_proj, source, WIDE)
-        self.qk_norm(part, N, 0, N * H)
+        N, K, H = attention.n_heads, attention.kv_heads, attention.head_width(self.model.d_model)
+        self.linear(f"{name}.q_proj", source, WIDE)
+        self.qk_norm(name, attention, N, 0, N * H)
         self.add(
             ATTEND,
             WIDE,
@@ -488,207 +576,192 @@ class Program:
             groups=K,
             width=H,
             layer=layer,
-            number=_scale(part),
-            cap=part.softcap or 0.0,
+            number=_scale(attention, H),
+            cap=attention.softcap or 0.0,
         )
 
-    def feed(self, part: nn.Module, source: int, to: int, *, onto: bool) -> None:
+    def feed(self, name: str, ffn: spec.FeedForward, source: int, to: int, *, onto: bool) -> None:
         """Add a feed-forward, written to (or onto) a buffer."""
-        match part:
-            case SwiGLU():
-                F = part.gate_proj.d_out
-                self.linear(part.gate_proj, source, WIDE, row=2 * F)
-                self.linear(part.up_proj, source, WIDE, row=2 * F, first=F)
-                form = ACTIVATIONS.index(part.activation)
+        match ffn:
+            case spec.SwiGLU(d_ff=F):
+                self.linear(f"{name}.gate_proj", source, WIDE, row=2 * F)
+                self.linear(f"{name}.up_proj", source, WIDE, row=2 * F, first=F)
+                form = ACTIVATIONS.index(ffn.activation)
                 self.add(ACTIVATE, WIDE, HIDDEN, (2 * F, F), form=form, gated=True)
-            case MLP():
-                F = part.up_proj.d_out
-                self.linear(part.up_proj, source, WIDE)
-                form = ACTIVATIONS.index(part.activation)
+            case spec.MLP(d_ff=F):
+                self.linear(f"{name}.up_proj", source, WIDE)
+                form = ACTIVATIONS.index(ffn.activation)
                 self.add(ACTIVATE, WIDE, HIDDEN, (F, F), form=form)
-            case MixtureOfExperts():
-                self.experts(part, source, to, onto=onto)
+            case spec.MoE():
+                self.experts(name, ffn, source, to, onto=onto)
                 return
-            case _:
-                raise AssertionError(f"a feed-forward of class {type(part).__name__}")
-        self.linear(part.down_proj, HIDDEN, to, onto=onto)
+            case _ as unreachable:
+                assert_never(unreachable)
+        self.linear(f"{name}.down_proj", HIDDEN, to, onto=onto)
 
-    def experts(self, part: MixtureOfExperts, source: int, to: int, *, onto: bool) -> None:
+    def experts(self, name: str, ffn: spec.MoE, source: int, to: int, *, onto: bool) -> None:
         """Add a mixture: each expert reads the rows that chose it, one behind another."""
-        E, D = part.n_experts, self.widths[X]
+        E, D = ffn.n_experts, self.widths[X]
         if source == to:  # a post-norm block: what all experts read is kept apart
             self.adjust(X, NORMED, D)
             source = NORMED
-        self.linear(part.gate, source, ROUTES)
-        count = part.experts_per_token
-        self.add(ROUTE, ROUTES, ROUTES, (E, E), count=count, gated=part.normalize)
-        for number, expert in enumerate(part.experts):
+        self.linear(f"{name}.gate", source, ROUTES)
+        count = ffn.experts_per_token
+        self.add(ROUTE, ROUTES, ROUTES, (E, E), count=count, gated=ffn.normalize)
+        for number in range(E):
             which = {"groups": ROUTES, "count": E, "layer": number}
             self.add(GATHER, source, EXPERT, (D, D), **which)
-            self.feed(expert, EXPERT, EXPERT, onto=False)
+            self.feed(f"{name}.experts.{number}", ffn.expert, EXPERT, EXPERT, onto=False)
             self.add(SCATTER, EXPERT, to, (D, D), onto=onto or number > 0, **which)
-        if part.shared_expert is not None and part.shared_expert_gate is not None:
-            self.linear(part.shared_expert_gate, source, ROUTES)
-            self.feed(part.shared_expert, source, EXPERT, onto=False)
-            which = {"groups": ROUTES, "count": 1}
-            self.add(SCATTER, EXPERT, to, (D, D), form=EVERY, onto=True, **which)
-        elif part.shared_expert is not None:
-            self.feed(part.shared_expert, source, to, onto=True)
+        if ffn.shared is None:
+            return
+        if not ffn.shared_gate:
+            self.feed(f"{name}.shared_expert", ffn.shared, source, to, onto=True)
+            return
+        self.linear(f"{name}.shared_expert_gate", source, ROUTES)
+        self.feed(f"{name}.shared_expert", ffn.shared, source, EXPERT, onto=False)
+        which = {"groups": ROUTES, "count": 1}
+        self.add(SCATTER, EXPERT, to, (D, D), form=EVERY, onto=True, **which)
 
-    def stack(self, model: spec.ModelSpec, parts: StackParts, cross_layers: Sequence[int]) -> None:
+    def stack(self, stack: spec.Stack, cross_layers: Sequence[int]) -> None:
         """Add embedding, positions and blocks."""
-        self.embedding(parts.embed, model.d_model)
-        self.position(model, parts)
-        if parts.embed_norm is not None:
-            self.norm(parts.embed_norm, X, X, model.d_model)
-        for layer, block in enumerate(parts.stack.blocks()):
-            part = cast(TransformerBlock, parts.blocks[layer])
-            self.block(part, block, parts, layer, cross_layers[layer] if cross_layers else 0)
+        self.embedding()
+        self.position()
+        if stack.embed_norm is not None:
+            self.norm(stack.embed_norm, f"{self.prefix}embed_norm", X, X, self.model.d_model)
+        for layer, block in enumerate(stack.blocks()):
+            self.block(block, layer, cross_layers[layer] if cross_layers else 0)
 
-    def block(
-        self, part: TransformerBlock, block: spec.Block, parts: StackParts, layer: int, memory: int
-    ) -> None:
+    def block(self, block: spec.Block, layer: int, memory: int) -> None:
         """Add `TransformerBlock.forward`, line by line."""
-        turn = parts.turns[layer]
-        first, then = part.attn_norm, part.ffn_norm
+        name = f"{self.prefix}blocks.{layer}"
+        first, then, attn, ffn = (
+            f"{name}.{part}" for part in ("attn_norm", "ffn_norm", "attn", "ffn")
+        )
         match block.placement:
             case "pre" | "post":
                 pre = block.placement == "pre"
-                self.heads(part.attn, block.attention, parts, self._normed(first, pre), turn)
-                self._join(part.attn.o_proj, first, part, post=not pre)
-                if part.cross is not None and block.cross is not None:
-                    source = self._normed(part.cross_norm, pre)
-                    self.cross(part.cross, block.cross, source, memory)
-                    self._join(part.cross.o_proj, part.cross_norm, part, post=not pre)
-                self._feed_and_join(part, self._normed(then, pre), then, post=not pre)
+                self.heads(attn, block.attention, layer, self._normed(block, first, pre))
+                self._join(f"{attn}.o_proj", first, block, post=not pre)
+                if block.cross is not None:
+                    cross, between = f"{name}.cross", f"{name}.cross_norm"
+                    self.cross(cross, block.cross, self._normed(block, between, pre), memory)
+                    self._join(f"{cross}.o_proj", between, block, post=not pre)
+                scaled, source = block.residual_scale != 1.0, self._normed(block, then, pre)
+                self.feed(ffn, block.ffn, source, ADDED if scaled else X, onto=not scaled)
+                self._finish(then, block, post=not pre)
             case "sandwich" | "output":
                 around = block.placement == "sandwich"
-                outer = (part.attn_post_norm, part.ffn_post_norm) if around else (first, then)
-                self.heads(part.attn, block.attention, parts, self._normed(first, around), turn)
-                self.linear(part.attn.o_proj, HEADS, ADDED)
-                self._add_normed(outer[0])
-                self.feed(part.ffn, self._normed(then, around), ADDED, onto=False)
-                self._add_normed(outer[1])
+                outer = (first, then)
+                if around:
+                    outer = (f"{name}.attn_post_norm", f"{name}.ffn_post_norm")
+                self.heads(attn, block.attention, layer, self._normed(block, first, around))
+                self.linear(f"{attn}.o_proj", HEADS, ADDED)
+                self._add_normed(block, outer[0])
+                self.feed(ffn, block.ffn, self._normed(block, then, around), ADDED, onto=False)
+                self._add_normed(block, outer[1])
             case "parallel" | "parallel_shared":
-                source = beside = self._normed(first, True)
-                if then is not None:
+                source = beside = self._normed(block, first, True)
+                if block.placement == "parallel":
                     beside = BESIDE
-                    self.norm(then, X, BESIDE, len(then.weight))
-                self.heads(part.attn, block.attention, parts, source, turn)
-                self.linear(part.attn.o_proj, HEADS, X, onto=True)
-                self.feed(part.ffn, beside, X, onto=True)
+                    self.norm(block.norm, then, X, BESIDE, self.model.d_model)
+                self.heads(attn, block.attention, layer, source)
+                self.linear(f"{attn}.o_proj", HEADS, X, onto=True)
+                self.feed(ffn, block.ffn, beside, X, onto=True)
             case "pre_ffn":
-                self.heads(part.attn, block.attention, parts, X, turn)
-                self.linear(part.attn.o_proj, HEADS, X, onto=True)
-                self.feed(part.ffn, self._normed(then, True), X, onto=True)
+                self.heads(attn, block.attention, layer, X)
+                self.linear(f"{attn}.o_proj", HEADS, X, onto=True)
+                self.feed(ffn, block.ffn, self._normed(block, then, True), X, onto=True)
             case _ as unreachable:
                 assert_never(unreachable)
 
-    def _normed(self, norm: LayerNorm | RMSNorm | None, wanted: bool) -> int:
+    def _normed(self, block: spec.Block, name: str, wanted: bool) -> int:
         """Return the buffer that a part reads: normalised first where the block says so."""
         if not wanted:
             return X
-        assert norm is not None
-        self.norm(norm, X, NORMED, len(norm.weight))
+        self.norm(block.norm, name, X, NORMED, self.model.d_model)
         return NORMED
 
-    def _join(
-        self,
-        out: nn.Module,
-        norm: LayerNorm | RMSNorm | None,
-        part: TransformerBlock,
-        *,
-        post: bool,
-    ) -> None:
-        """Add a part's output to the residual stream, times the block's factor."""
-        scaled = part.residual_scale != 1.0
+    def _join(self, out: str, norm: str, block: spec.Block, *, post: bool) -> None:
+        """Add the output projection of an attention to the residual stream."""
+        scaled = block.residual_scale != 1.0
         self.linear(out, HEADS, ADDED if scaled else X, onto=not scaled)
-        self._finish(norm, part, post=post)
+        self._finish(norm, block, post=post)
 
-    def _feed_and_join(
-        self, part: TransformerBlock, source: int, norm: LayerNorm | RMSNorm | None, *, post: bool
-    ) -> None:
-        scaled = part.residual_scale != 1.0
-        self.feed(part.ffn, source, ADDED if scaled else X, onto=not scaled)
-        self._finish(norm, part, post=post)
-
-    def _finish(
-        self, norm: LayerNorm | RMSNorm | None, part: TransformerBlock, *, post: bool
-    ) -> None:
-        assert norm is not None
-        width = len(norm.weight)
-        if part.residual_scale != 1.0:
-            self.adjust(ADDED, X, width, factor=part.residual_scale, onto=True)
+    def _finish(self, norm: str, block: spec.Block, *, post: bool) -> None:
+        width = self.model.d_model
+        if block.residual_scale != 1.0:
+            self.adjust(ADDED, X, width, factor=block.residual_scale, onto=True)
         if post:
-            self.norm(norm, X, X, width)
+            self.norm(block.norm, norm, X, X, width)
 
-    def _add_normed(self, norm: LayerNorm | RMSNorm | None) -> None:
+    def _add_normed(self, block: spec.Block, norm: str) -> None:
         """Normalise what a part gave, then add it to the residual stream."""
-        assert norm is not None
-        width = len(norm.weight)
-        self.norm(norm, ADDED, ADDED, width)
+        width = self.model.d_model
+        self.norm(block.norm, norm, ADDED, ADDED, width)
         self.adjust(ADDED, X, width, onto=True)
 
-    def head(self, model: Model, parts: StackParts) -> None:
+    def head(self, stack: spec.Stack) -> None:
         """Add the final norm and the logits of the chosen tokens."""
-        D = model.spec.d_model
+        D, name = self.model.d_model, "heads.next"
         self.add(CHOOSE, X, CHOSEN, (D, D))
         final = CHOSEN
-        if parts.final_norm is not None:
+        if stack.final_norm is not None:
             final = FINAL
-            self.norm(parts.final_norm, CHOSEN, FINAL, D)
-        part, head = model.heads["next"], model.spec.head("next")
+            self.norm(stack.final_norm, f"{self.prefix}final_norm", CHOSEN, FINAL, D)
+        head = self.model.head("next")
         assert isinstance(head, spec.NextHead)
-        if not isinstance(part, TiedHead):
-            self.linear(part, final, LOGITS)
-        elif isinstance(embed := model.output_embedding(), IntegerWeights):
-            self.integer(embed, part.bias, final, LOGITS)
-        elif isinstance(embed, FactorizedTokenEmbedding):
-            self.product(embed.v, None, final, NARROW)
-            self.product(embed.u, part.bias, NARROW, LOGITS)
+        bias, embed = self.source.array(f"{name}.bias"), f"{self.prefix}embed"
+        if not is_tied(head):
+            self.linear(name, final, LOGITS)
+        elif (weight := self.source.integer(embed)) is not None:
+            self.integer(weight, bias, final, LOGITS)
+        elif (blocks := self.source.packed(embed)) is not None:
+            self.packed_product(blocks, bias, final, LOGITS)
+        elif isinstance(self.model.embedding, spec.FactorizedEmbedding):
+            self.product(self.array(f"{embed}.v"), None, final, NARROW)
+            self.product(self.array(f"{embed}.u"), bias, NARROW, LOGITS)
         else:
-            self.product(embed.weight, part.bias, final, LOGITS)
+            self.product(self.array(f"{embed}.weight"), bias, final, LOGITS)
         if head.scale != 1.0 or head.softcap is not None:
             size = self.widths[LOGITS]
             self.adjust(LOGITS, LOGITS, size, factor=head.scale, cap=head.softcap)
 
 
-def _scale(part: MultiHeadAttention) -> float:
+def _scale(attention: spec.Attention, d_head: int) -> float:
     """Return the factor of an attention's scores."""
-    return 1 / math.sqrt(part.d_head) if part.scale is None else part.scale
+    return 1 / math.sqrt(d_head) if attention.scale is None else attention.scale
 
 
-def programs(model: Model) -> tuple[Program, Program | None, int]:
+def programs(model: spec.ModelSpec, source: Source) -> tuple[Program, Program | None, int]:
     """Return the decoder's program, the encoder's or None, and the size of a page of a source.
 
     The encoder's ends with the keys and values that cross-attention reads, layer by layer.
     """
-    decoder, cross_layers, page = Program(), [], 0
-    *_, parts = _stacks(model)
-    for layer, block in enumerate(parts.stack.blocks()):
+    both, cross_layers, page = model.encoder is not None, [], 0
+    decoder = Program(model, source, "decoder." if both else "")
+    for block in model.decoder.blocks():
         cross_layers.append(page)
         if block.cross is not None:
-            part = cast(TransformerBlock, parts.blocks[layer]).cross
-            assert part is not None
-            page += 2 * PAGE * block.cross.kv_heads * part.d_head
-    decoder.stack(model.spec, parts, cross_layers)
-    decoder.head(model, parts)
-    if not isinstance(model, EncoderDecoder):
+            page += 2 * PAGE * block.cross.kv_heads * block.cross.head_width(model.d_model)
+    decoder.stack(model.decoder, cross_layers)
+    decoder.head(model.decoder)
+    if model.encoder is None:
         return decoder, None, 0
-    encoder, D = Program(), model.spec.d_model
-    encoder.stack(model.spec, model.encoder, ())
+    encoder = Program(model, source, "encoder.")
+    encoder.stack(model.encoder, ())
     own_page, last = encoder.page, X
     if model.encoder.final_norm is not None:
-        encoder.norm(model.encoder.final_norm, X, NORMED, D)
+        encoder.norm(model.encoder.final_norm, "encoder.final_norm", X, NORMED, model.d_model)
         last = NORMED
-    for layer, block in enumerate(parts.stack.blocks()):
-        part = cast(TransformerBlock, parts.blocks[layer]).cross
-        if part is None or block.cross is None:
+    for layer, block in enumerate(model.decoder.blocks()):
+        if block.cross is None:
             continue
-        K, H = block.cross.kv_heads, part.d_head
-        encoder.linear(part.k_proj, last, WIDE, row=2 * K * H)
-        encoder.linear(part.v_proj, last, WIDE, row=2 * K * H, first=K * H)
-        encoder.qk_norm(part, 0, K, 2 * K * H)
+        name = f"decoder.blocks.{layer}.cross"
+        K, H = block.cross.kv_heads, block.cross.head_width(model.d_model)
+        encoder.linear(f"{name}.k_proj", last, WIDE, row=2 * K * H)
+        encoder.linear(f"{name}.v_proj", last, WIDE, row=2 * K * H, first=K * H)
+        encoder.qk_norm(name, block.cross, 0, K, 2 * K * H)
         encoder.page = cross_layers[layer]
         encoder.remember(SOURCE, K, H, 2 * K * H, first=0)
     encoder.page = own_page

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glassformer.generation.fast.block import Lines
-from glassformer.generation.stepper import BeamRun, BeamStep
+from glassformer.generation.stepping import BeamRun, BeamStep
 
 # B rows, S positions, V vocab, C steps whose choices are kept, I items (searches)
 

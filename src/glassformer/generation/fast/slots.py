@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.generation.fast.block import FastAttention, FastModel, Places
-from glassformer.generation.fast.native import NativeStepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.projection import (
     FastFeedForward,
     Maker,
@@ -31,7 +31,8 @@ from glassformer.generation.fast.projection import (
     gpu_kernels,
 )
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Past, Stepper, check_decodes, decodable
+from glassformer.generation.stepper import decodable
+from glassformer.generation.stepping import Past, Stepper, check_decodes
 from glassformer.kernels.matmul import CLASSES, Product, Routine, plain_rows, why_not_c
 from glassformer.kernels.threads import torch_on_one_thread
 from glassformer.models.model import Holder, Model

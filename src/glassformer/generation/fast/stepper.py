@@ -31,7 +31,8 @@ from glassformer.generation.fast.recorded import (
     StepState,
 )
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import BeamRun, BeamStep, Stepper, decodable, read_prompts
+from glassformer.generation.stepper import decodable, read_prompts
+from glassformer.generation.stepping import BeamRun, BeamStep, Stepper
 from glassformer.kernels.matmul import CHOICES, CLASSES, Product, Routine
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model

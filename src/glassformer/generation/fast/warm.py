@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from glassformer.generation.fast.native import NativePast, NativeStepper, Rows
+from glassformer.generation.fast.native import NativePast, Rows
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts, shared_length
 from glassformer.models.model import Holder, Model
 from glassformer.spec.errors import InputError

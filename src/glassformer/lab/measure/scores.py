@@ -22,7 +22,7 @@ from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import Stepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.evaluate import in_order
 from glassformer.lab.smallbench.question import examinee_of, log_probabilities

@@ -17,7 +17,8 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
 from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.stepper import HandStepper, ReplayedStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import HandStepper, ReplayedStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.probes import Probes
 from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots

@@ -12,33 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
-from glassformer.kernels.threads import FLOPS, WEIGHTS, threads_for
+from glassformer.kernels.threads import FLOPS, check_threads, current, threads_for
 from glassformer.lab.runs.record import read_state
-from glassformer.spec.checks import at_least
-from glassformer.spec.errors import FileError, InputError
-from glassformer.spec.manifest import count_parameters
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.errors import FileError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory
-
-
-def check_threads(threads: int | None, *, engine: str = "torch") -> None:
-    """Refuse a number of threads that cannot be taken; None leaves the choice to the run."""
-    if threads is None:
-        return
-    at_least("threads", threads)
-    here = os.cpu_count() or 1
-    if threads > here:
-        raise InputError(f"threads {threads} is more than this machine has", hint=f"{here} at most")
-    if engine != "torch":
-        raise InputError(
-            "NumPy decides on its threads before it starts",
-            hint=f"set OPENBLAS_NUM_THREADS={threads} and leave out the option",
-        )
 
 
 def threads_of_run(
@@ -49,19 +29,9 @@ def threads_of_run(
     if asked is not None:
         return asked
     if spec.engine != "torch" or not device.startswith("cpu"):
-        return torch.get_num_threads()
+        return current()
     length = max(1, round(float(task.lengths("train").mean())))
     return threads_for(flops(spec.model, length=length).training * spec.train.batch_size, FLOPS)
-
-
-def threads_of_decoding(model: ModelSpec, *, asked: int | None = None, device: str = "cpu") -> int:
-    """Return the requested number, else what reading every weight once is worth."""
-    check_threads(asked)
-    if asked is not None:
-        return asked
-    if not device.startswith("cpu"):
-        return torch.get_num_threads()
-    return threads_for(count_parameters(model), WEIGHTS)
 
 
 def recorded_threads(folder: Path) -> int | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
-from glassformer.generation.stepper import ReplayedStepper, Stepper, TorchStepper
+from glassformer.generation.stepper import ReplayedStepper, TorchStepper
+from glassformer.generation.stepping import Stepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples

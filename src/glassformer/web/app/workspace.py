@@ -313,7 +313,7 @@ class Workspace:
 
     def checkpoint(self, name: str, step: str = "best") -> Path:
         """Return the folder of a run's checkpoint `best`, `last` or `120`; a model's own path."""
-        from glassformer.adapters.load import checkpoint_of
+        from glassformer.adapters.folder.paths import checkpoint_of
 
         folder = self.folder(name)
         if kind_of(folder) != "run":

@@ -21,7 +21,7 @@ from glassformer.web.pages.generate_relay import SERVER, relayed, server
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
     from glassformer.generation.prompts import Prompts
-    from glassformer.generation.stepper import Stepper
+    from glassformer.generation.stepping import Stepper
 
 
 def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
@@ -60,7 +60,7 @@ def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
 
 
 def _caches(stepper: "Stepper") -> bool:
-    from glassformer.generation.fast.native import NativeStepper
+    from glassformer.generation.fast.native_stepper import NativeStepper
     from glassformer.generation.fast.stepper import FastStepper
     from glassformer.generation.stepper import TorchStepper
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.load import checkpoint_of, load
+from glassformer.adapters.folder.paths import checkpoint_of
+from glassformer.adapters.load import load
 from glassformer.costs.parameter_table import parameter_table
 from glassformer.data.task import Task
 from glassformer.lab.api import opened

@@ -1,0 +1,145 @@
+"""A model on disk as plain arrays, for decoding without torch.
+
+`open_stepper` opens what the native step runs: decoders and encoder-decoders in GGUF files,
+checkpoints of ours and Hugging Face folders, in float32 or bfloat16. It reads the same files by the
+same code as `load` does, and refuses the same; it returns None for what only `load` opens: LoRA and
+quantized checkpoints, weights of other precisions, parts that are torch modules.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from glassformer.adapters.config import Config
+from glassformer.adapters.families.known import family_of
+from glassformer.adapters.folder.origin import is_native, read_spec
+from glassformer.adapters.folder.paths import folder_of
+from glassformer.adapters.folder.weights import (
+    FileWeights,
+    Weights,
+    compared,
+    folder_weights,
+    raise_other_head,
+    widest,
+)
+from glassformer.adapters.gguf.header import is_gguf
+from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
+from glassformer.adapters.table import Array, Entry, Interleaved, Plan, Rows, identity_plan
+from glassformer.generation.fast.native import ArrayStepper
+from glassformer.generation.fast.program import ArraySource, as_floats, unknown_part
+from glassformer.kernels import c_library
+from glassformer.kernels.packed import PackedMatrix
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import OwnPosition
+from glassformer.store.checkpoint import WEIGHTS, is_quantized, verify_folder, verify_sums
+from glassformer.store.tensors import BFLOAT16, DTYPES
+
+#: A checkpoint of LoRA factors has this file (`folder.lora`).
+TUNING = "tuning.json"
+
+#: Return a matrix of a file as it is packed, or None.
+Packed = Callable[[str], PackedMatrix | None]
+
+
+def open_stepper(
+    path: str | Path, *, unpacks: bool = True
+) -> tuple[ModelSpec, ArrayStepper] | None:
+    """Return a model's spec and its native step; None where that needs torch.
+
+    Packed weights are unpacked to memory with large pages, which is faster to read, or used as they
+    are in the file, which is faster to begin with; the numbers that come out are the same.
+    """
+    if c_library.why_not():
+        return None
+    found = open_arrays(folder_of(path), unpacks=unpacks)
+    if found is None:
+        return None
+    spec, arrays = found
+    return spec, ArrayStepper(spec, ArraySource(spec, arrays))
+
+
+def open_arrays(
+    folder: Path, *, unpacks: bool = True
+) -> tuple[ModelSpec, dict[str, Array | PackedMatrix]] | None:
+    """Return a model's spec and its parameters by the manifest's names, or None."""
+    weights: Weights
+    packed: Packed | None = None
+    if is_gguf(folder):
+        weights = file = GGUFWeights(folder, large_pages=unpacks)
+        spec = read_family(folder, file)[1]
+        plan = plan_of(file, spec)
+        packed = None if unpacks else file.read_packed
+    elif is_native(folder):
+        if is_quantized(folder) or (folder / TUNING).is_file():
+            return None
+        spec = read_spec(folder)
+        if not _runs(spec):
+            return None
+        verify_folder(folder)
+        plan = identity_plan(spec)
+        weights = FileWeights({WEIGHTS: folder / WEIGHTS}, where=str(folder))
+    else:
+        config = Config.of_folder(folder)
+        family = family_of(config)
+        if family is None or config.data.get("quantization_config"):
+            return None
+        spec = family.spec_of(config)
+        if not _runs(spec):
+            return None
+        verify_sums(folder)
+        plan, weights = family.plan(spec), folder_weights(folder)
+    arrays = read_arrays(plan, weights, packed=packed) if _runs(spec) else None
+    return None if arrays is None else (spec, arrays)
+
+
+def _runs(spec: ModelSpec) -> bool:
+    """Return whether the native step runs a model of this spec from arrays alone."""
+    no_module = not isinstance(spec.position, OwnPosition)
+    return no_module and "next" in spec.head_names() and not unknown_part(spec)
+
+
+def read_arrays(
+    plan: Plan, weights: Weights, *, packed: Packed | None = None
+) -> dict[str, Array | PackedMatrix] | None:
+    """Return all parameters in the widest precision among them; None if C does not read that.
+
+    What needs no conversion is mapped from its file; so are the matrices that `packed` returns.
+    """
+    report = compared(plan, weights)
+    used = {name: weights.dtypes[name] for name in report.loaded}
+    target = widest(used, where=weights.where)
+    if target not in (DTYPES["F32"], BFLOAT16):
+        return None
+    arrays: dict[str, Array | PackedMatrix] = {}
+    for name in report.loaded:
+        entry = plan.entries[plan.full_name(name)]
+        matrix = None if packed is None or not _by_rows(entry) else packed(name)
+        if matrix is not None:
+            rows = entry.split(matrix.data)
+            arrays |= {ours: replace(matrix, data=data) for ours, data in rows.items()}
+            continue
+        stored = weights.read(name, again=used[name] != target or entry.copies)
+        for ours, part in entry.split(stored).items():
+            arrays[ours] = part if used[name] == target else as_floats(part)
+    for name in report.tied:
+        entry = plan.entries[plan.tied[plan.full_name(name)]]
+        copies = entry.split(weights.read(name, again=True))
+        owners = entry.split(weights.read(_file_name(plan, report.loaded, entry), again=True))
+        same = (np.array_equal(as_floats(copies[n]), as_floats(owners[n])) for n in entry.ours)
+        if not all(same):
+            raise_other_head(name, entry.theirs, where=weights.where)
+    return arrays
+
+
+def _by_rows(entry: Entry) -> bool:
+    """Return whether each row of ours is a row of the file: its bytes can stay together."""
+    return isinstance(entry.layout, Rows | Interleaved) and all(
+        name.endswith(".weight") for name in entry.ours
+    )
+
+
+def _file_name(plan: Plan, loaded: Sequence[str], entry: Entry) -> str:
+    """Return the name that a file has for an entry."""
+    return next(name for name in loaded if plan.entries[plan.full_name(name)] is entry)

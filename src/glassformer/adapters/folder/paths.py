@@ -1,0 +1,50 @@
+"""From a path to the folder or file of a model, and to its tokenizer. Imports no torch."""
+
+from pathlib import Path
+
+from glassformer.adapters.folder.origin import find_tokenizer, is_native
+from glassformer.adapters.gguf.header import SUFFIX, is_gguf
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.errors import FileError, InputError
+from glassformer.store.checkpoint import verify_sums
+from glassformer.store.rundir import RunDirectory, RunRef
+
+
+def folder_of(path: str | Path) -> Path:
+    """Resolve a path to a Hugging Face folder, a GGUF file, or the checkpoint of a run."""
+    folder = Path(path)
+    if is_gguf(folder):
+        return folder
+    if folder.suffix.lower() == SUFFIX and not folder.exists():
+        raise InputError(f"there is no file {folder}")
+    described = (folder / "config.json").is_file() and not is_native(folder)
+    is_run = bool(RunDirectory(folder).steps())  # which has a config.json too
+    return folder if described and not is_run else checkpoint_of(path)
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """Resolve a path to a checkpoint folder: itself, a run's best, `RUN@last` or `RUN@120`."""
+    ref = RunRef.parse(path)
+    folder = ref.folder
+    if not folder.exists():
+        raise InputError(f"there is no folder {folder}", hint="give a checkpoint or a run")
+    if is_native(folder):
+        return folder
+    if not ref.directory.steps():
+        raise FileError(
+            "not a glassformer checkpoint, nor a run with one, nor a Hugging Face folder: "
+            "MANIFEST.json and config.json are missing",
+            where=str(folder),
+            hint="glassformer.save(model, folder) writes one",
+        )
+    return ref.checkpoint()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer that a model came with; raise where there is none."""
+    folder = folder_of(path)
+    verify_sums(folder, weights=False)
+    tokenizer = find_tokenizer(folder)
+    if tokenizer is None:
+        raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
+    return tokenizer

@@ -1,0 +1,112 @@
+"""`NativeStepper`: the native step of a torch model, over the model's own memory.
+
+The default on a CPU (`choice.fastest_stepper`) for models that the C file can run
+(`from_model.why_not`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glassformer.generation.choosing import Chooser, LikeliestChooser
+from glassformer.generation.fast.from_model import ModelSource, why_not
+from glassformer.generation.fast.native import ArrayStepper, NativePast
+from glassformer.generation.fast.program import PAGE
+from glassformer.generation.fast.prompt_cache import LEAST, PromptCache
+from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import decodable
+from glassformer.generation.stepping import RewindingStepper
+from glassformer.models.model import Holder, Model
+from glassformer.nn.linear import PackedWeight
+from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.errors import InputError
+
+# B rows, V vocab
+
+
+class NativeStepper(ArrayStepper):
+    """An `ArrayStepper` over a torch model; tensors that it gives share memory with its arrays.
+
+    With `prompt_cache`, a folder, prompts are read from where they differ from those that are kept
+    there, and are kept in their turn; `reused` counts the tokens that were not read again.
+    """
+
+    def __init__(self, model: Model | Holder, *, prompt_cache: Path | None = None) -> None:
+        self.model = decodable(model)
+        RewindingStepper.__init__(self, self.model.spec)
+        if reason := why_not(self.model):
+            raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
+        if prompt_cache is not None and self.model.spec.encoder is not None:
+            raise InputError("a prompt cache is for decoders: answers to a source begin alike")
+        self.prompt_cache = prompt_cache
+        self._version: tuple[int, ...] = ()
+        self._prepare()
+
+    def _out(self, numbers: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers)
+
+    def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
+        """Return the greedy choice in C where that is all; else every rule."""
+        if not count and LikeliestChooser.covers(spec):
+            return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
+        return RewindingStepper.chooser(self, spec, prompts, logprobs=logprobs, count=count)
+
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
+        """Read the prompts in blocks, from where they differ from what is kept."""
+        self._notice_new_weights()
+        if self._kept is None:
+            return super().start(prompts, room=room)
+        found = [self._kept.find(row) for row in prompts.tokens]
+        past = self._begun(prompts)
+        return self._begin(prompts, found, past), past
+
+    def empty_past(self, rows: int, *, room: int) -> NativePast:
+        """Return rows without a token, with all the memory that `room` positions of each take."""
+        self._notice_new_weights()
+        return super().empty_past(rows, room=room)
+
+    def _begin(
+        self,
+        prompts: Prompts,
+        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
+        past: NativePast,
+    ) -> Tensor:
+        """Fill empty rows with what was kept of their prompts, read the rest, and keep that too."""
+        lengths = [0 if one is None else one[0] for one in found]
+        past.own.reserve(max(lengths))
+        for row, one in enumerate(found):
+            if one is not None:
+                past.own.fill(row, one[1], length=one[0])
+        self.reused += sum(lengths)
+        rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
+        logits_BV = self.read(rest, past=past)
+        self._keep(prompts, lengths, past)
+        return logits_BV
+
+    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
+        """Keep prompts of which enough is new; `lengths` are the parts that are kept already."""
+        if self._kept is None:
+            return
+        for row, (tokens, length) in enumerate(zip(prompts.tokens, lengths, strict=True)):
+            full = len(tokens) // PAGE
+            if full >= length // PAGE + LEAST:
+                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row)[:full])
+
+    def _notice_new_weights(self) -> None:
+        """Write the program again if the model was trained, loaded or moved since."""
+        now = tuple(x for p in self.model.parameters() for x in (p._version, p.data_ptr()))
+        now += tuple(m.loads for m in self.model.modules() if isinstance(m, PackedWeight))
+        if now == self._version:
+            return
+        if reason := why_not(self.model):
+            raise InputError(f"no native step any more: {reason}", hint="make another stepper")
+        self._write(self.model.spec, ModelSource(self.model))
+        self._kept = None
+        if self.prompt_cache is not None:
+            self._kept = PromptCache(self.prompt_cache, self.model, page=self.pages.page)
+        self._version = now
