@@ -125,15 +125,15 @@ FAULTS = [
     Fault(
         "matrices not transposed",
         "adapters.table:Columns.split",
-        "tensor.T, shapes",
-        "tensor.reshape(tensor.T.shape), shapes",
+        "stored.T, shapes",
+        "stored.reshape(stored.T.shape), shapes",
         "gpt2",
     ),
     Fault(
         "q, k, v in another order",
         "adapters.table:Rows.split",
-        "[shape[0] for shape in shapes])",
-        "[shape[0] for shape in shapes])[::-1]",
+        "zip(ends, shapes, strict=True)]",
+        "zip(ends, shapes, strict=True)][::-1]",
         "gpt2",
     ),
     Fault(

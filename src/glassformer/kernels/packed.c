@@ -115,6 +115,91 @@ static void portable_part(void *job, int64_t first, int64_t last) { unpack(job, 
 AVX2 static void avx2_part(void *job, int64_t first, int64_t last) { unpack(job, first, last); }
 #endif
 
+#ifdef GLASS_X86
+/* The same operations on eight numbers at once. */
+AVX2 INLINE void put8(float *to, __m256i q, float step, float low) {
+    __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(q), _mm256_set1_ps(step));
+    _mm256_storeu_ps(to, _mm256_add_ps(x, _mm256_set1_ps(low)));
+}
+
+AVX2 INLINE void put16(float *to, __m128i q, float step, float low) {
+    put8(to, _mm256_cvtepu8_epi32(q), step, low);
+    put8(to + 8, _mm256_cvtepu8_epi32(_mm_srli_si128(q, 8)), step, low);
+}
+
+/* step * q, of bytes with a sign. */
+AVX2 INLINE void product16(float *to, __m128i q, float step) {
+    for (int half = 0; half < 2; half++, q = _mm_srli_si128(q, 8)) {
+        __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q));
+        _mm256_storeu_ps(to + 8 * half, _mm256_mul_ps(x, _mm256_set1_ps(step)));
+    }
+}
+
+AVX2 INLINE __m128i bytes16(const uint8_t *from) { return _mm_loadu_si128((const __m128i *)from); }
+AVX2 INLINE __m128i low16(__m128i q) { return _mm_and_si128(q, _mm_set1_epi8(15)); }
+AVX2 INLINE __m128i high16(__m128i q) { return low16(_mm_srli_epi16(q, 4)); }
+
+AVX2 static void avx2_block(int type, const uint8_t *from, float *to) {
+    switch (type) {
+        case Q4_0: {
+            float step = half_at(from);
+            __m128i q = bytes16(from + 2), less = _mm_set1_epi8(8);
+            product16(to, _mm_sub_epi8(low16(q), less), step);
+            product16(to + 16, _mm_sub_epi8(high16(q), less), step);
+            return;
+        }
+        case Q4_1: {
+            float step = half_at(from), low = half_at(from + 2);
+            __m128i q = bytes16(from + 4);
+            put16(to, low16(q), step, low);
+            put16(to + 16, high16(q), step, low);
+            return;
+        }
+        case Q5_0: q5_0(from, to); return;
+        case Q8_0: {
+            float step = half_at(from);
+            product16(to, bytes16(from + 2), step);
+            product16(to + 16, bytes16(from + 18), step);
+            return;
+        }
+        case Q4_K: {
+            const uint8_t *six = from + 4, *q = from + 16;
+            float coarse = half_at(from), coarse_low = half_at(from + 2);
+            for (int part = 0; part < 8; part++) {
+                int p = part % 4;
+                int step = part < 4 ? six[p] & 63 : (six[8 + p] & 15) | (six[p] >> 2 & 48);
+                int low = part < 4 ? six[4 + p] & 63 : six[8 + p] >> 4 | (six[4 + p] >> 2 & 48);
+                float d = coarse * (float)step, m = coarse_low * (float)low;
+                for (int half = 0; half < 2; half++) { /* d q - m is d q + (-m) */
+                    __m128i pair = bytes16(q + part / 2 * 32 + 16 * half);
+                    put16(to + part * 32 + 16 * half, part % 2 ? high16(pair) : low16(pair), d, -m);
+                }
+            }
+            return;
+        }
+        case Q6_K: {
+            const int8_t *steps = (const int8_t *)from + 192;
+            float coarse = half_at(from + 208);
+            for (int part = 0; part < 16; part++) {
+                int half = part / 8, quarter = part / 2 % 4, at = part % 2 * 16;
+                __m128i four = bytes16(from + half * 64 + quarter % 2 * 32 + at);
+                __m128i two = bytes16(from + 128 + half * 32 + at);
+                four = quarter < 2 ? low16(four) : high16(four);
+                two = _mm_and_si128(_mm_srl_epi16(two, _mm_cvtsi32_si128(2 * quarter)), _mm_set1_epi8(3));
+                __m128i six = _mm_or_si128(four, _mm_slli_epi16(two, 4));
+                product16(to + part * 16, _mm_sub_epi8(six, _mm_set1_epi8(32)), coarse * (float)steps[part]);
+            }
+            return;
+        }
+    }
+}
+
+AVX2 static void avx2_rows(int type, const uint8_t *from, float *to, int64_t blocks) {
+    int size = block_bytes[type], count = block_numbers(type);
+    for (int64_t block = 0; block < blocks; block++) avx2_block(type, from + block * size, to + block * count);
+}
+#endif
+
 /* Unpacks so many blocks. 0; 1 where some number is not finite; -1 for a type that is not here. */
 EXPORT int glass_unpack(int type, const uint8_t *from, float *to, int64_t blocks, int threads) {
     struct job job = {type, from, to, 0};
@@ -136,7 +221,7 @@ void glass_unpack_rows(const struct floating *w, int64_t first, int64_t count, f
     struct job job = {type, (const uint8_t *)w->weight + first * blocks * block_bytes[type], to, 0};
 #ifdef GLASS_X86
     if (glass_variant() != PORTABLE) {
-        avx2_part(&job, 0, count * blocks);
+        avx2_rows(type, job.from, to, count * blocks);
         return;
     }
 #endif

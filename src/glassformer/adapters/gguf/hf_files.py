@@ -306,6 +306,7 @@ def generation_config(head: Head) -> dict[str, Any]:
     return {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
 
 
+@lru_cache(maxsize=1)
 def _tokens(head: Head) -> tuple[list[str], list[int]]:
     tokens = _texts(head, f"{PREFIX}tokens")
     kinds = head.metadata.get(f"{PREFIX}token_type", [1] * len(tokens))
@@ -315,6 +316,7 @@ def _tokens(head: Head) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
+@lru_cache(maxsize=4)
 def _texts(head: Head, key: str) -> list[str]:
     found = head.metadata.get(key, [])
     if not isinstance(found, list) or {*map(type, found)} - {str}:

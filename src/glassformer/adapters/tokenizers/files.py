@@ -20,8 +20,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from glassformer.adapters.folder.files import read_object, read_sidecar, read_text
-from glassformer.adapters.gguf.header import is_gguf, read_head
-from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file, tokenizer_text
+from glassformer.adapters.gguf.header import is_gguf
+from glassformer.adapters.gguf.hf_files import QWEN_WORDS, small_file
 from glassformer.adapters.tokenizers.pieces import (
     CONTROL,
     NORMAL,
@@ -146,8 +146,7 @@ def raise_if_panic(error: BaseException, *, where: str) -> None:
 
 def _from_any(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if is_gguf(folder):
-        data = small_file(folder, ENGINE)
-        return _from_data(data, tokenizer_text(read_head(folder)), where=str(folder))
+        return _from_data(small_file(folder, ENGINE), None, where=str(folder))
     if (folder / ENGINE).is_file():
         path = folder / ENGINE
         return _from_json(read_text(path, limit=FILE_LIMIT), where=str(path))
@@ -185,8 +184,8 @@ def _from_json(text: str, *, where: str) -> Tokenizer:
     return _from_data(data, text, where=where)
 
 
-def _from_data(data: Any, text: str, *, where: str) -> Tokenizer:
-    """Build the library's tokenizer from JSON, `text`, that was read as `data`."""
+def _from_data(data: Any, text: str | None, *, where: str) -> Tokenizer:
+    """Build the library's tokenizer from JSON: `text`, that was read as `data`; or data of ours."""
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict):
         raise FileError(f"{ENGINE} holds no tokenizer of the tokenizers library", where=where)
@@ -209,13 +208,35 @@ def _from_data(data: Any, text: str, *, where: str) -> Tokenizer:
         _check_part(data.get(part), where=f"{where}, {part}")
     check_growth(data, where=where)
     try:
-        engine = Tokenizer.from_str(text)
+        if text is None and kind == "BPE":
+            engine = _assembled(data)
+        else:
+            made = json.dumps(data, ensure_ascii=False) if text is None else text
+            engine = Tokenizer.from_str(made)
     except Exception as error:  # the library raises Exception itself
         raise FileError(f"{ENGINE} cannot be used: {str(error)[:200]}", where=where) from error
     for token in data.get("added_tokens") or []:
         _check_id(engine, str(token.get("content")), token.get("id"), where=where)
     engine.no_truncation()
     engine.no_padding()
+    return engine
+
+
+def _assembled(data: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of this JSON, a BPE model; its vocabulary is not written and parsed."""
+    model = data["model"]
+    given = {name: model[name] for name in model if name not in ("type", "vocab", "merges")}
+    settings = {name: value for name, value in given.items() if value is not None}
+    merges = [(left, right) for left, right in model["merges"]]
+    engine = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **settings))
+    small = {"added_tokens": [], "model": {**model, "vocab": {}, "merges": []}}
+    parts = Tokenizer.from_str(json.dumps({**data, **small}, ensure_ascii=False))
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(parts, name) is not None:
+            setattr(engine, name, getattr(parts, name))
+    for token in data["added_tokens"]:
+        made = AddedToken(**{name: token[name] for name in token if name != "id"})
+        (engine.add_special_tokens if token["special"] else engine.add_tokens)([made])
     return engine
 
 
