@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "yarn's factor on cos and sin",
-        "nn.tables:rotations",
+        "kernels.tables:rotations",
         "table * np.asarray(factor, dtype=dtype)",
         "table",
         "qwen3 yarn",

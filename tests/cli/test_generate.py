@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
+from glassformer.adapters import array_model
 from glassformer.cli import main as command
 from glassformer.cli.main import app
 from glassformer.data.automata.library import parity
@@ -143,7 +144,11 @@ TOO_LONG = " ".join(["3"] * 70)
 def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monkeypatch, capsys):
     """Exit code 2, nothing on stdout, and no model has made a step."""
     work = []
-    for place, name in ((choice, "NativeStepper"), (generate, "NaiveStepper")):
+    for place, name in (
+        (array_model, "ArrayStepper"),
+        (choice, "NativeStepper"),
+        (generate, "NaiveStepper"),
+    ):
         stepper = getattr(place, name)
         seen = type(name, (stepper,), {"start": lambda self, *_, **__: work.append(self)})
         monkeypatch.setattr(place, name, seen)
@@ -161,13 +166,13 @@ def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monke
 def test_ctrl_c_ends_a_stream_cleanly(runs, monkeypatch, capsys):
     """What was made stays on stdout; the exit code is a signal's."""
 
-    class Interrupted(choice.NativeStepper):
+    class Interrupted(array_model.ArrayStepper):
         def step(self, tokens_B, *, past):
             if self.positions > 3:
                 raise KeyboardInterrupt
             return super().step(tokens_B, past=past)
 
-    monkeypatch.setattr(choice, "NativeStepper", Interrupted)
+    monkeypatch.setattr(array_model, "ArrayStepper", Interrupted)
     words = ["glass", "generate", "parity", "0", "--min-new", "9", "--runs", runs]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

@@ -335,6 +335,7 @@ ONE_IMPORTER = {
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
+    "adapters.array_model": "opens a model without torch; load, beside it, is the door with torch",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
     "byhand.cached_forward": "the by-hand decoding step; generation's only door to byhand",

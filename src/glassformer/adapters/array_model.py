@@ -20,7 +20,7 @@ from glassformer.adapters.folder.weights import (
     FileWeights,
     Weights,
     compared,
-    folder_weights,
+    folder_files,
     raise_other_head,
     widest,
 )
@@ -89,7 +89,8 @@ def open_arrays(
         if not _runs(spec):
             return None
         verify_sums(folder)
-        plan, weights = family.plan(spec), folder_weights(folder)
+        plan = family.plan(spec)
+        weights = FileWeights(folder_files(folder), where=str(folder))
     arrays = read_arrays(plan, weights, packed=packed) if _runs(spec) else None
     return None if arrays is None else (spec, arrays)
 

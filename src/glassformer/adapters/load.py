@@ -29,7 +29,8 @@ from glassformer.adapters.folder.origin import (
     read_spec,
 )
 from glassformer.adapters.folder.paths import folder_of
-from glassformer.adapters.folder.weights import FileWeights, folder_weights
+from glassformer.adapters.folder.scaled import folder_weights
+from glassformer.adapters.folder.weights import FileWeights
 from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.load import open_gguf
 from glassformer.adapters.gguf.tensors import read_gguf_spec
@@ -39,7 +40,7 @@ from glassformer.adapters.table import identity_plan
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import Model, dtype_of, load_weights
+from glassformer.models.model import Model, dtype_of, load_weights, tensor_view
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
@@ -118,7 +119,7 @@ class WrappedAdapter(BaseAdapter):
             raise InputError(f"the weights do not fit the module: {odd[0]}", where=str(folder))
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(weights.read(name, again=True))
+                parameter.copy_(tensor_view(weights.read(name, again=True)))
         self.origin = folder
 
 

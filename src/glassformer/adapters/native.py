@@ -24,12 +24,8 @@ from glassformer.adapters.config import Config
 from glassformer.adapters.folder.files import ORIGIN
 from glassformer.adapters.folder.fill import ModuleWeights, filled, refill
 from glassformer.adapters.folder.origin import is_native, read_spec
-from glassformer.adapters.folder.weights import (
-    ConversionReport,
-    FileWeights,
-    Weights,
-    folder_weights,
-)
+from glassformer.adapters.folder.scaled import folder_weights
+from glassformer.adapters.folder.weights import ConversionReport, FileWeights, Weights
 from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from glassformer.generation.choosing import Chooser
-    from glassformer.generation.speculative import Speculation
 
 # B batch, T length, C steps, V vocab
 
@@ -62,7 +61,7 @@ class Stepper(ABC):
     `facts` are what a speculating stepper has counted since its last prompt.
     """
 
-    facts: "Speculation | None" = None
+    facts: Any = None
 
     def __init__(self, spec: ModelSpec) -> None:
         check_decodes(spec)
@@ -155,6 +154,6 @@ def check_decodes(spec: ModelSpec) -> None:
         )
 
 
-def facts_of(stepper: Stepper) -> "Speculation | None":
+def facts_of(stepper: Stepper) -> Any:
     """Return what a speculating stepper has counted since its last prompt; None of another."""
     return stepper.facts

@@ -7,7 +7,7 @@ evaluations all read from here.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepping import Stepper, facts_of
 from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
-
-if TYPE_CHECKING:
-    from glassformer.generation.speculative import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Generated:
     logprobs: tuple[float, ...]
     finish: str
     text: str = ""
-    speculation: "Speculation | None" = None
+    speculation: Any = None
 
 
 def stream(
@@ -155,7 +152,7 @@ class Collected:
         """The text that was shown."""
         return "".join(self.texts)
 
-    def result(self, text: str, facts: "Speculation | None" = None) -> Generated:
+    def result(self, text: str, facts: Any = None) -> Generated:
         """Return what was collected; a row without an end has the finish `length`."""
         finish = self.finish or "length"
         return Generated(tuple(self.tokens), tuple(self.logprobs), finish, text, facts)

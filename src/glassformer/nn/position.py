@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.nn import tables
+from glassformer.kernels import tables
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
@@ -35,7 +34,7 @@ def sinusoids(length: int, d_model: int, *, kind: Sinusoidal | None = None) -> T
 
 def rotations(rotary: Rotary, length: int, d_head: int, *, dtype: torch.dtype) -> Tensor:
     """Return `tables.rotations` as a tensor."""
-    wide = np.float64 if dtype == torch.float64 else np.float32
+    wide = "float64" if dtype == torch.float64 else "float32"
     return torch.from_numpy(tables.rotations(rotary, length, d_head, dtype=wide)).to(dtype)
 
 

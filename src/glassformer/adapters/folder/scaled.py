@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassformer.adapters.folder.weights import FLOATS, WHOLE, FileWeights, check_finite
+from glassformer.adapters.folder.weights import (
+    FLOATS,
+    WHOLE,
+    FileWeights,
+    check_finite,
+    folder_files,
+)
 from glassformer.adapters.table import Array
 from glassformer.models.model import numpy_view, tensor_view
 from glassformer.spec.errors import FileError
@@ -133,6 +139,20 @@ class ScaledWeights(FileWeights):
         tall, wide = self.block
         scale = scale.repeat_interleave(tall, 0)[: len(tensor)]
         return tensor * scale.repeat_interleave(wide, 1)[:, : tensor.shape[1]]
+
+
+def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = None) -> FileWeights:
+    """Open the weights of a Hugging Face folder: one file, or those that its index names.
+
+    `quantization` is the config's entry of that name: how weights of few bits are to be read.
+    """
+    files = folder_files(folder)
+    if not quantization:
+        return FileWeights(files, where=str(folder))
+    if not isinstance(quantization, dict):
+        raise FileError("quantization_config is not a table", where=str(folder))
+    block = quantized_block(quantization, where=str(folder))
+    return ScaledWeights(files, where=str(folder), block=block)
 
 
 def quantized_block(quantization: Mapping[str, Any], *, where: str) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -125,16 +125,13 @@ def not_finite(name: str, *, where: str) -> FileError:
     return FileError(f"tensor {name} holds NaN or infinity", where=where)
 
 
-def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = None) -> FileWeights:
-    """Open the weights of a Hugging Face folder: one file, or those that its index names.
-
-    `quantization` is the config's entry of that name: how weights of few bits are to be read.
-    """
+def folder_files(folder: Path) -> dict[str, Path]:
+    """Return the weight files of a Hugging Face folder: one, or those that its index names."""
     single = folder / SINGLE
     if single.is_file():
-        return _opened({SINGLE: inside(folder, SINGLE)}, folder, quantization)
+        return {SINGLE: inside(folder, SINGLE)}
     if (folder / INDEX).is_file():
-        return _indexed(folder, quantization)
+        return _indexed(folder)
     pickled = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
     if pickled:
         raise FileError(
@@ -145,20 +142,7 @@ def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = Non
     raise FileError(f"there is no {SINGLE} and no {INDEX}", where=str(folder))
 
 
-def _opened(
-    files: Mapping[str, Path], folder: Path, quantization: Mapping[str, Any] | None
-) -> FileWeights:
-    if not quantization:
-        return FileWeights(files, where=str(folder))
-    if not isinstance(quantization, dict):
-        raise FileError("quantization_config is not a table", where=str(folder))
-    from glassformer.adapters.folder.scaled import ScaledWeights, quantized_block
-
-    block = quantized_block(quantization, where=str(folder))
-    return ScaledWeights(files, where=str(folder), block=block)
-
-
-def _indexed(folder: Path, quantization: Mapping[str, Any] | None) -> FileWeights:
+def _indexed(folder: Path) -> dict[str, Path]:
     where = str(folder / INDEX)
     index = read_object(folder / INDEX, limit=INDEX_LIMIT).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -174,7 +158,7 @@ def _indexed(folder: Path, quantization: Mapping[str, Any] | None) -> FileWeight
     for tensor, file in index.items():
         if tensor not in headers[file]:
             raise FileError(f"tensor {str(tensor)[:80]} is not in {file}", where=where)
-    return _opened(files, folder, quantization)
+    return files
 
 
 def inside(folder: Path, name: object) -> Path:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, assert_never, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.kernels import tables
 from glassformer.kernels.packed import PACKED, PackedMatrix
-from glassformer.nn import tables
 from glassformer.spec import model as spec
 from glassformer.spec.manifest import is_tied, manifest
 from glassformer.spec.model import rotary_of
