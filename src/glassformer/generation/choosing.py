@@ -111,7 +111,11 @@ class LikeliestChooser(Chooser):
                 len(never),
                 values[line:].ctypes.data if self.logprobs else None,
             )
-        made = (tokens.tolist(), values.tolist(), [])
+        made: tuple[list[int], list[float], list[Likeliest]] = (
+            tokens.tolist(),
+            values.tolist(),
+            [],
+        )
         return Chosen(self.array(np.maximum(tokens, 0)), False, lambda: made)
 
     def note(self, tokens: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.choosing import NOTHING, is_plain, uniforms
+from glassformer.generation.choosing import NOTHING, Likeliest, is_plain, uniforms
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepping import Stepper
@@ -183,7 +183,8 @@ def _columns(
     sampled = _only_sampled(spec, rows) and not count and not logprobs
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):
-        ahead, likeliest = False, []
+        ahead = False
+        likeliest: list[Likeliest] = []
         runs = plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
         runs = runs or sampled
         if ready:

@@ -152,7 +152,7 @@ def plain_tokenizer(path: str) -> Tokenizer:
     folder = Path(path)
     if is_prepared(folder):
         return read_tokenizer_file(folder, read_index(folder))
-    from glassformer.adapters.load import load_tokenizer  # torch, where a model is opened
+    from glassformer.adapters.folder.paths import load_tokenizer
 
     found = load_tokenizer(path)
     try:

@@ -242,6 +242,19 @@ class MappedTensors:
         return np.require(found, requirements="A").reshape(shape)
 
 
+def widened(array: NDArray[Any]) -> NDArray[np.float32]:
+    """Return bfloat16 numbers as float32."""
+    bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
+
+
+def rounded(array: NDArray[np.float32]) -> NDArray[Any]:
+    """Return finite float32 numbers as bfloat16: the nearest, of two the even one."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    odd = bits >> np.uint32(16) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16).view(BFLOAT16)
+
+
 def is_finite(array: NDArray[Any]) -> bool:
     """Return True if there is no NaN and no infinity; integers are always finite."""
     if array.dtype == BFLOAT16:  # NaN and infinity: all eight exponent bits set

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
-from glassformer.adapters.table import Family, Row, Shape, Table, dense
+from glassformer.adapters.table import Array, Family, Row, Shape, Table, dense
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -53,8 +53,8 @@ class OneRow:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return (1, *shapes[0])
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [tensor.reshape(shapes[0])]
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        return [stored.reshape(shapes[0])]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return tensors[0].reshape(1, -1)

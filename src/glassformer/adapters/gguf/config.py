@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import differences, nearest_of
 from glassformer.adapters.families.llama import MISTRAL
 from glassformer.adapters.gguf.architectures import ARCHITECTURES, Architecture
 from glassformer.adapters.gguf.header import shortest
 from glassformer.adapters.table import (
+    Array,
     Experts,
     Family,
     Interleaved,
@@ -32,6 +35,7 @@ from glassformer.adapters.table import (
 from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.model import ALiBi, Llama3Scaling, ModelSpec, MoE, Rotary, rotary_of
 from glassformer.spec.position import rotary_frequencies, single
+from glassformer.store.tensors import BFLOAT16, rounded, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -340,8 +344,10 @@ class Gain:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return shapes[0]
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [tensor - 1]
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        if stored.dtype == BFLOAT16:
+            return [rounded(widened(stored) - np.float32(1))]
+        return [stored - stored.dtype.type(1)]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return tensors[0] + 1
@@ -354,8 +360,8 @@ class Flat:
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         return shapes[0][1:]
 
-    def split(self, tensor: "Tensor", shapes: Sequence[Shape]) -> "list[Tensor]":
-        return [tensor.reshape(shapes[0])]
+    def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        return [stored.reshape(shapes[0])]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         return tensors[0].reshape(-1)

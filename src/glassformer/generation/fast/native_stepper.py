@@ -84,7 +84,7 @@ class NativeStepper(ArrayStepper):
                 past.own.fill(row, one[1], length=one[0])
         self.reused += sum(lengths)
         rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
-        logits_BV = self.read(rest, past=past)
+        logits_BV: Tensor = self.read(rest, past=past)
         self._keep(prompts, lengths, past)
         return logits_BV
 

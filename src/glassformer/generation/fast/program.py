@@ -22,7 +22,7 @@ from glassformer.spec.manifest import is_tied, manifest
 from glassformer.spec.model import rotary_of
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import alibi_slopes
-from glassformer.store.tensors import BFLOAT16
+from glassformer.store.tensors import BFLOAT16, widened
 
 # N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs
 
@@ -114,8 +114,13 @@ def _unknown(node: object) -> str:
 class IntegerMatrix(Protocol):
     """Quantized weights in the layout of integer.c."""
 
-    shape: tuple[int, int]
-    address: int
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+
+    @property
+    def address(self) -> int:
+        """Where C finds it."""
 
 
 class Source(Protocol):
@@ -216,8 +221,7 @@ class ArraySource:
 def as_floats(array: Array) -> NDArray[np.float32]:
     """Return numbers as float32, one behind another; the same memory where they are."""
     if array.dtype == BFLOAT16:
-        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
+        return widened(array)
     return np.ascontiguousarray(array, dtype=np.float32)
 
 

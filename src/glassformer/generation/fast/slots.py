@@ -352,9 +352,10 @@ class NativeSlots(Slots):
         rows = [span.slot for span in spans]
         starts = [span.start for span in spans]
         tokens = [span.tokens for span in spans]
-        return self.stepper.read_some(
+        logits: Tensor = self.stepper.read_some(
             tokens, rows=rows, starts=starts, past=self.past, chosen=wanted_rows(spans)
         )
+        return logits
 
     def run_greedy(
         self,

@@ -54,7 +54,7 @@ class WarmStepper(NativeStepper):
 
     def step(self, tokens_B: Tensor, *, past: NativePast) -> Tensor:
         self._check(past)
-        logits_1V = super().step(tokens_B, past=past)
+        logits_1V: Tensor = super().step(tokens_B, past=past)
         self._ids += tokens_B.tolist()
         return logits_1V
 
