@@ -9,8 +9,9 @@ from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.choice import check_own_cache, fastest_stepper, rewinding_stepper
 from glassformer.generation.fast.from_model import why_not
+from glassformer.generation.fast.native import ArrayStepper
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.program import PAGE
+from glassformer.generation.fast.program import PAGE, ArraySource
 from glassformer.generation.fast.prompt_cache import model_digest
 from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots, Span
 from glassformer.generation.fast.warm import WarmStepper
@@ -19,7 +20,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper, PrefixCacheStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.models.model import build
+from glassformer.models.model import build, weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError
@@ -92,6 +93,18 @@ def test_the_native_step_is_taken_where_it_can_be():
     assert why_not(wide) == "" and "heads of 514" in why_not(wide, kv_cache="int8")
     found = fastest_stepper(wide, kv_cache="int8")
     assert isinstance(found, TorchStepper) and found.kv_cache == "int8"
+
+
+def test_plain_arrays_are_decoded_alike():
+    """The step that `glass generate` takes without torch."""
+    model = model_of()
+    arrays = ArrayStepper(SPEC, ArraySource(SPEC, weights_of(model)), kv_cache="int8")
+    found = tokens_of(arrays, [list(ROW)])
+    assert found == tokens_of(NativeStepper(model, kv_cache="int8"), [list(ROW)])
+    assert (
+        arrays.pages.page
+        == NativeStepper(model, kv_cache="int8").empty_past(1, room=1).own.pages.page
+    )
 
 
 def test_guesses_change_no_token():
