@@ -564,7 +564,10 @@ def _rounding_shared(model: Model, prompts: Prompts, order: tuple[int, ...], siz
                 stepper.step(chosen_B, past=past)
                 for stepper, past in zip(steppers, pasts, strict=True)
             ]
-    return Measure(apart / max(rounded, least), SHARED_ROUNDING, size)
+    share = apart / max(rounded, least)
+    if share > SHARED_ROUNDING:  # so many codes are not another order of sums: another rule
+        return Measure(math.inf, SHARED_ROUNDING, size, f"{share:.2f} of 8 bits' own distance")
+    return Measure(share, SHARED_ROUNDING, size)
 
 
 def _worst(found: Sequence[Measure]) -> Measure:
