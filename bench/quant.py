@@ -12,6 +12,9 @@ importance matrix does). Each has its bytes, the change of perplexity with its p
 divergence, how often the likeliest token is the same, and greedy decoding from `--prompts` prompts.
 `--windows 4 --length 1022 --text FILE` measures on 4 windows of 1,022 tokens of the end of a text.
 `--model RUN --calibrations 4` measures a run of ours on its own examples, with GPTQ four times.
+`--model PATH --kv-cache` measures keys and values in 8 bits beside float32: bytes of a position,
+what they cost in perplexity, divergence and greedy texts, and the time of a step behind long
+contexts (of zeros: only time is measured there), both in turn, weights as they are and in INT4.
 
 A file that comes quantized has its weights on a grid, which a grid like it finds again: that shows
 the grid, not the scheme. `--shuffle` exchanges channels first (the same function: their order means
@@ -27,22 +30,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import torch.nn.functional as F
 
 from bench.quant_peers import ggml_packed, ggml_quantizer, installed, k_m_format, peers_of
 from glassformer.adapters.load import load
+from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
 from glassformer.generation.fast.choice import fastest_stepper
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.matmul import CHOICES, Product
-from glassformer.lab.measure.precision import agree
-from glassformer.lab.quantize import LENGTH, of_manuals, of_task, of_text, run_of, tokens_of
+from glassformer.lab.measure.precision import agree, cache_cost
+from glassformer.lab.quantize import (
+    LENGTH,
+    Material,
+    of_manuals,
+    of_task,
+    of_text,
+    run_of,
+    tokens_of,
+)
 from glassformer.lab.runs.assemble import assemble
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
@@ -60,7 +73,7 @@ from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.quant.smooth import SMOOTHING, Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec, quant_spec, targets
@@ -93,6 +106,9 @@ ROWS_CALIBRATING, CALIBRATING = 16, range(0, 256, 16)
 EAGER, FASTEST = "float32, eager", "float32, our fastest"
 
 Side = Callable[[], object]
+#: Steps of one call behind a long context.
+STEPS = 2
+KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +131,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune", type=int, default=0, metavar="STEPS", help="LoRA over int4 beside float32 instead"
     )
+    parser.add_argument("--kv-cache", action="store_true", help="keys and values in 8 bits instead")
+    parser.add_argument(
+        "--contexts", default="500,2000,4000,8000", help="with --kv-cache: positions to step behind"
+    )
     parser.add_argument(
         "--only",
         default="",
@@ -129,6 +149,7 @@ def run(
     """Layers by shape, then whole models; or the quality of one model."""
     if asked is not None and asked.model is not None:
         measure = tuning if asked.tune else calibrations if asked.calibrations else quality
+        measure = caches if asked.kv_cache else measure
         yield from measure(asked, device=device)
         return
     for title, found in installed().items():
@@ -152,27 +173,14 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
     """
     torch.set_num_threads(asked.threads)
     adapter = load(asked.model, device=device)
-    full, tokenizer = adapter.model.float().eval(), adapter.get_tokenizer()
-    text = asked.text
-    length = asked.length
-    if text is None:
-        found = of_manuals(tokenizer, full, length=length)
-    else:
-        found = of_text(Path(text), tokenizer, full, length=length)
-    batches, count = [], 0
-    for batch in found.measuring:
-        if count < asked.windows:
-            batches.append(batch)
-            count += len(batch.tokens)
+    full = adapter.model.float().eval()
+    found = _found(asked, adapter)
+    batches = _measured(asked, found)
     case = f"{Path(asked.model).name}, {tokens_of(batches):,} positions of {found.origin}"
     if asked.shuffle:
         shuffle(full)
         case += ", shuffled"
-    begin = min(PROMPT, full.spec.max_seq_len // 2)
-    # Prompts lie at even distances in the text that is measured on.
-    rows = torch.cat([torch.from_numpy(b.tokens).unfold(1, begin, begin) for b in found.measuring])
-    rows = rows.flatten(0, 1)
-    prompts = rows[:: max(1, len(rows) // max(1, asked.prompts))][: asked.prompts].tolist()
+    prompts = _prompts(asked, full, found)
     answers = _greedy(full, prompts)
     known = Remembered(full)
     makers = dict(_makers(full, found.calibrating, every=asked.all))
@@ -195,13 +203,7 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
             f"same token {agreement.top1:.2%}"
         )
         if prompts:
-            pairs = list(zip(answers, _greedy(small, prompts), strict=True))
-            alike = sum(one == other for one, other in pairs)
-            first = statistics.mean(_shared(one, other) for one, other in pairs)
-            said += (
-                f", greedy {alike} of {len(pairs)} texts of {len(answers[0])} tokens alike, "
-                f"the first {first:.1f} on average"
-            )
+            said += f", {_alike(answers, _greedy(small, prompts))}"
         yield _row(case, f"{said}, made in {made:.0f} CPU s")
 
 
@@ -369,11 +371,99 @@ def _sized(model: Model) -> tuple[Model, int]:
     return model, sum(array.nbytes for array in quantized_arrays(model)[1].values())
 
 
-def _greedy(model: Model, prompts: list[list[int]]) -> list[list[int]]:
+def _found(asked: argparse.Namespace, adapter: NativeAdapter) -> Material:
+    """What a model is measured on: a text, or manuals."""
+    if asked.text is None:
+        return of_manuals(adapter.tokenizer, adapter.model, length=asked.length)
+    return of_text(Path(asked.text), adapter.tokenizer, adapter.model, length=asked.length)
+
+
+def _measured(asked: argparse.Namespace, found: Material) -> list[Batch]:
+    """The first batches of so many windows."""
+    batches, count = [], 0
+    for batch in found.measuring:
+        if count < asked.windows:
+            batches.append(batch)
+            count += len(batch.tokens)
+    return batches
+
+
+def _prompts(asked: argparse.Namespace, model: Model, found: Material) -> list[list[int]]:
+    """Prompts at even distances in the text that is measured on."""
+    begin = min(PROMPT, model.spec.max_seq_len // 2)
+    rows = torch.cat([torch.from_numpy(b.tokens).unfold(1, begin, begin) for b in found.measuring])
+    rows = rows.flatten(0, 1)
+    return rows[:: max(1, len(rows) // max(1, asked.prompts))][: asked.prompts].tolist()
+
+
+def _alike(answers: list[list[int]], others: list[list[int]]) -> str:
+    pairs = list(zip(answers, others, strict=True))
+    alike = sum(one == other for one, other in pairs)
+    first = statistics.mean(_shared(one, other) for one, other in pairs)
+    return (
+        f"greedy {alike} of {len(pairs)} texts of {len(answers[0])} tokens alike, "
+        f"the first {first:.1f} on average"
+    )
+
+
+@torch.no_grad()
+def caches(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
+    """Keys and values in 8 bits beside float32: what they cost, and the time of a step."""
+    torch.set_num_threads(asked.threads)
+    adapter = load(asked.model)
+    model, run = adapter.model.eval(), run_of(asked.model)
+    found = _found(asked, adapter) if run is None else of_task(assemble(run).task)
+    name = Path(asked.model).name
+    if asked.windows:
+        cost = cache_cost(model, _measured(asked, found))
+        yield _row(f"{name}, {found.origin}", f"8-bit cache: {cost}")
+    if prompts := _prompts(asked, model, found) if asked.prompts else []:
+        forms = [_greedy(model, prompts, kv_cache=form) for form in KV_CACHES]
+        yield _row(name, f"8-bit cache: {_alike(*forms)}")
+    sides = {"weights as they are": model}
+    if not is_model_quantized(model):
+        sides["int4 weights"] = quantize_model(
+            copy.deepcopy(model).float(), replace(SPECS["int4"], indivisible="int8")
+        )
+    for label, one in sides.items():
+        for context in map(int, asked.contexts.split(",")):
+            if context + STEPS > one.spec.max_seq_len:
+                continue
+            steps = {form: _behind(one, context, form) for form in KV_CACHES}
+            times = _timed(steps, device="cpu", rounds=9)
+            case = f"{name}, {label}, {_clock('cpu')[1]}"
+            for form, values in times.items():
+                pairs = zip(values, times["float"], strict=True)
+                ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+                yield _row(
+                    case, f"{form} cache of {context:,}", statistics.median(values) / STEPS, ratio
+                )
+
+
+def _behind(model: Model, context: int, kv_cache: KVCache) -> Side:
+    """A call that reads some tokens, one by one, behind a context, and takes them back."""
+    stepper = NativeStepper(model, kv_cache=kv_cache)
+    past = stepper.empty_past(1, room=context + STEPS)
+    stepper.pages.numbers[:] = 0  # memory that was never written would be one page of zeros
+    past.own.reserve(context + STEPS)
+    past.own.length[:] = context
+    token = torch.tensor([0])
+
+    def call() -> None:
+        for _ in range(STEPS):
+            stepper.step(token, past=past)
+        past.cut([context])
+
+    return call
+
+
+def _greedy(
+    model: Model, prompts: list[list[int]], *, kv_cache: KVCache = "float"
+) -> list[list[int]]:
     """The tokens that follow each prompt, each the likeliest."""
     room = model.spec.max_seq_len - max((len(prompt) for prompt in prompts), default=0)
     found, spec = [], DecodeSpec(max_new_tokens=min(NEW, room))
-    stepper = fastest_stepper(model)
+    stepper = fastest_stepper(model, kv_cache=kv_cache)
     for i in range(0, len(prompts), 10):
         some = Prompts.of(prompts[i : i + 10])
         found += [list(one.tokens) for one in generate_batch(stepper, some, spec=spec)]

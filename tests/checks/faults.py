@@ -88,6 +88,8 @@ DECODING = "every way of decoding gives the same tokens"
 COMPANY = "served in company = alone, bit for bit"
 AHEAD = "guesses read ahead change no token"
 KEPT = "prompts kept on disk change no bit"
+ROUNDED = "8-bit cache = all read again, rounded"
+NATIVE_ROUNDED = "8-bit cache: native step = torch step"
 ONE_TOKEN = "one token a cached step, one run of the encoder"
 GROUPED_EXPERTS, BALANCE = (
     "experts in groups = one token at a time",
@@ -214,10 +216,13 @@ FAULTS = (
     Fault("any token takes a guess's logits", "generation.speculative:SpeculativeStepper.step", "if token == past.next_guess:", "if past.guesses:", AHEAD, "qwen"),
     Fault("kept pages in another order", "generation.fast.native:Rows.fill", "] = pages", "] = pages[::-1]", KEPT, "qwen"),
     Fault("a kept prompt is taken whole", "generation.fast.prompt_cache:PromptCache.find", "shared_length(self._tokens(entry), prompt[:-1])", "min(len(self._tokens(entry)), len(prompt) - 1)", KEPT, "qwen"),
-    Fault("cache written from the start", "nn.cache:FixedCache.extend", "k_all[:, :, self.length : end] = k_BKTH", "k_all[:, :, : end - self.length] = k_BKTH", CACHED, "qwen"),
-    Fault("cache one short", "nn.cache:FixedCache.extend", "return k_all[:, :, :end], v_all[:, :, :end]", "return k_all[:, :, 1:end], v_all[:, :, 1:end]", CACHED, "core"),
+    Fault("cache written from the start", "nn.cache:FixedCache.extend", "memory[:, :, self.length : end] = one", "memory[:, :, : end - self.length] = one", CACHED, "qwen"),
+    Fault("cache one short", "nn.cache:FixedCache.extend", "memory[:, :, :end] for memory", "memory[:, :, 1:end] for memory", CACHED, "core"),
     Fault("cache forgets padding", "nn.cache:FixedCache.advance", "joined_valid(self.valid_BS, self.length, valid_BT, count)", "None", CACHED, "core"),
-    Fault("reorder of nothing", "nn.cache:GrowingCache.reorder", "kept[layer] = (k[rows_B], v[rows_B])", "kept[layer] = (k, v)", GROWING, "core"),
+    Fault("reorder of nothing", "nn.cache:GrowingCache.reorder", "self._layers[layer] = tuple(one[rows_B] for one in kept)", "pass", GROWING, "core"),
+    Fault("scales stay where codes are moved", "nn.cache:FixedCache.reorder", "for one in kept:", "for one in kept[::2]:", ROUNDED, "core"),
+    Fault("codes without their signs", "nn.cache:from_int8", "codes_BKTH * scale_BKTH", "codes_BKTH.abs() * scale_BKTH", NATIVE_ROUNDED, "core"),
+    Fault("scales of 7 bits", "nn.cache:to_int8", "scale_R1.view(", "(2 * scale_R1).view(", NATIVE_ROUNDED, "qwen"),
     # experts
     Fault("experts' weights not normalized", "nn.ffn:route", "weights_A / weights_A.sum(-1, keepdim=True)", "weights_A * 1.0", GROUPED_EXPERTS),
     Fault("one expert too few", "nn.ffn:route", "order_E[..., :chosen]", "order_E[..., : max(1, chosen - 1)]", GROUPED_EXPERTS),
@@ -251,7 +256,7 @@ FAULTS = (
     # by hand
     Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),
     # decoding
-    Fault("cached values from the start", "nn.cache:FixedCache.extend", "v_all[:, :, self.length : end] = v_BKTH", "v_all[:, :, : end - self.length] = v_BKTH", DECODING, "core"),
+    Fault("cached values are not written", "nn.cache:FixedCache.extend", "zip(kept, new, strict=True)", "zip(kept[:1], new, strict=False)", DECODING, "core"),
     Fault("the second likeliest token", "generation.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),
     Fault("every token read twice", "generation.stepper:TorchStepper._hidden", "self.positions += tokens_BT.shape[1]", "self.positions += 2 * tokens_BT.shape[1]", ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", "generation.stepper:TorchStepper._read", "hidden_BTD[:, -1]", "1.0001 * hidden_BTD[:, -1]", STEPS, "core"),

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
@@ -21,8 +22,9 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.kernels.threads import taking
 from glassformer.models.model import Model, build
+from glassformer.nn.cache import from_int8, to_int8
 from glassformer.spec import presets
-from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache
 from glassformer.spec.model import (
     MLP,
     ALiBi,
@@ -39,9 +41,11 @@ from glassformer.spec.model import (
     Sinusoidal,
     SwiGLU,
 )
+from tests.generation.pages import attended, codes_and_scales
 from tests.tiny import VOCAB, built, tiny
 
 GROUPED = {"n_heads": 4, "n_kv_heads": 2}
+KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
 
 #: Every variant that a step treats in its own way.
 SPECS: dict[str, ModelSpec] = {
@@ -106,9 +110,11 @@ def prompts_for(model: Model, count: int = 3) -> Prompts:
     return Prompts(PROMPTS[:count], sources)
 
 
-def paired_logits(make, model: Model, prompts: Prompts, *, steps: int) -> Iterator[float]:
+def paired_logits(
+    make, model: Model, prompts: Prompts, *, steps: int, kv_cache: KVCache = "float"
+) -> Iterator[float]:
     """The largest difference from the uncached logits, at every step, through two reorders."""
-    ours, naive = make(model), NaiveStepper(model)
+    ours, naive = make(model), NaiveStepper(model, kv_cache=kv_cache)
     a_BV, past = ours.start(prompts, room=steps)
     b_BV, rows = naive.start(prompts, room=steps)
     orders = {1: [len(prompts) - 1, 0, 0, 0], 3: [1, 0]}
@@ -248,11 +254,11 @@ def long_rows_are_uncached() -> None:
 
 def long_rows_have_their_own_bits() -> None:
     """Logits after each token: in one block, token by token, and beside others, bit for bit."""
-    for name, variant in itertools.product(
-        ("window", "alibi", "gemma", "scaled", "learned"), c_library.variants()
+    for name, variant, kv_cache in itertools.product(
+        ("window", "alibi", "gemma", "scaled", "learned"), c_library.variants(), KV_CACHES
     ):
         with c_library.use_variant(variant), taking(2):
-            stepper = NativeStepper(_long(name))
+            stepper = NativeStepper(_long(name), kv_cache=kv_cache)
             rows = [[(5 * i + r) % VOCAB for i in range(n)] for r, n in enumerate((150, 97, 3))]
             _, past = stepper.start(Prompts.of([row[:1] for row in rows]), room=200)
             together = stepper.read_all([row[1:] for row in rows], past=past)
@@ -260,7 +266,7 @@ def long_rows_have_their_own_bits() -> None:
             for row in rows:
                 _, past = stepper.start(Prompts.of([row[:1]]), room=200)
                 alone += [stepper.step(torch.tensor([t]), past=past).clone() for t in row[1:]]
-        assert torch.equal(together, torch.cat(alone)), f"{name}, {variant}"
+        assert torch.equal(together, torch.cat(alone)), f"{name}, {variant}, {kv_cache}"
 
 
 def what_comes_later_is_not_read() -> None:
@@ -311,15 +317,97 @@ def native_runs_are_steps() -> None:
 
 def native_beams_are_plain() -> None:
     """Beams that share pages, part, and write."""
-    for name in ("rotary", "encoder"):
+    for name, kv_cache in itertools.product(("rotary", "encoder"), KV_CACHES):
         model = single(name)
-        stepper, prompts = NativeStepper(model), prompts_for(model)
+        stepper, prompts = NativeStepper(model, kv_cache=kv_cache), prompts_for(model)
         spec = BeamSpec(width=5, max_new_tokens=20, eos=(1,))
         found = beam_search(stepper, prompts, spec=spec)
-        expected = beam_search(NaiveStepper(model), prompts, spec=spec)
+        expected = beam_search(NaiveStepper(model, kv_cache=kv_cache), prompts, spec=spec)
         for one, other in zip(found, expected, strict=True):
             assert [h.tokens for h in one.hypotheses] == [h.tokens for h in other.hypotheses]
         assert stepper.pages.used == 0
+
+
+# --- keys and values in 8 bits --------------------------------------------------------------------
+
+#: Heads with numbers that fill no vector, in the first group and in another; a short last group.
+HEAD_WIDTHS = (20, 37, 80)
+TOKENS, HEADS_OF = 70, (6, 2)
+
+
+def _sequence(H: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return queries, keys and values; some groups are zeros, some have halves and extremes."""
+    (N, K), generator = HEADS_OF, torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(TOKENS, n, H, generator=generator) for n in (N, K, K))
+    k[3, 0] = 0.0
+    v[5] = 0.0
+    k[7, 1, :5] = torch.tensor([127.0, 0.5, 1.5, -2.5, 126.5])
+    v[9, 0, :4] = torch.tensor([3e-44, 1e-45, -3e-44, 0.0])
+    v[9, 0, 4:] = 0.0
+    k[11] *= 1e4
+    return q, k, v
+
+
+def pages_hold_the_defined_codes() -> None:
+    """Codes and scales of 8-bit pages: the bits of `nn.cache.to_int8`, of every variant."""
+    for H, variant in itertools.product(HEAD_WIDTHS, c_library.variants()):
+        with c_library.use_variant(variant):
+            q, k, v = _sequence(H)
+            k[13, 0, H - 1], v[15, 1, 0] = torch.nan, -torch.inf
+            _, pages = attended(q, k, v, kv_cache="int8")
+        for (codes, scale), x in zip(
+            codes_and_scales(pages, TOKENS, HEADS_OF[1], H), (k, v), strict=True
+        ):
+            want_codes, want_scale = to_int8(x)
+            assert torch.equal(codes, want_codes), f"{H}, {variant}"
+            assert torch.equal(scale.isnan(), want_scale.isnan()), f"{H}, {variant}"
+            assert torch.equal(scale.nan_to_num(), want_scale.nan_to_num()), f"{H}, {variant}"
+
+
+def rounded_attention_is_of_the_rounded_numbers() -> None:
+    """Attention over 8-bit pages: the bits of float32 pages that hold the rounded numbers."""
+    ways = ({}, {"window": 19}, {"cap": 5.0})
+    for H, variant, at_once in itertools.product(HEAD_WIDTHS, c_library.variants(), (1, 64)):
+        with c_library.use_variant(variant):
+            q, k, v = _sequence(H, seed=1)
+            near = [from_int8(*to_int8(x), torch.float32) for x in (k, v)]
+            for way in ways:
+                found, _ = attended(q, k, v, kv_cache="int8", at_once=at_once, **way)
+                want, _ = attended(q, *near, kv_cache="float", at_once=at_once, **way)
+                assert found.isfinite().all()
+                assert torch.equal(found, want), f"{H}, {variant}, {at_once} at once, {way}"
+
+
+def what_is_no_number_stays_none() -> None:
+    """A key or value that is not finite: NaN for whoever attends to it, and for nobody before."""
+    for bad, variant in itertools.product((torch.nan, torch.inf), c_library.variants()):
+        with c_library.use_variant(variant):
+            q, k, v = _sequence(32, seed=2)
+            k[40, 0, 3] = v[40, 1, 3] = bad
+            found, _ = attended(q, k, v, kv_cache="int8")
+        assert found[:40].isfinite().all(), variant
+        assert found[40:, 0].isnan().all() and found[40:, -32 + 3].isnan().all(), variant
+
+
+def rounded_is_uncached() -> None:
+    """Native steps with 8-bit keys and values: a forward that rounds all of them anew.
+
+    A key computed in another order may get the next code: the bar is a share of what 8 bits change.
+    """
+    for name, variant in itertools.product(
+        ("rotary", "gemma", "encoder-pre"), c_library.variants()
+    ):
+        model = _long(name)
+        sources = None if model.spec.encoder is None else [[2] * 37, [3, 1, 4]]
+        rows = [[(7 * i + r) % VOCAB for i in range(97 - 40 * r)] for r in (0, 1)]
+        prompts = Prompts.of(rows, sources=sources)
+        two = [NaiveStepper(model, kv_cache=kv_cache) for kv_cache in KV_CACHES]
+        plain_BV, rounded_BV = (stepper.start(prompts, room=1)[0] for stepper in two)
+        moved = float((plain_BV - rounded_BV).abs().max())
+        make = functools.partial(NativeStepper, kv_cache="int8")
+        with c_library.use_variant(variant):
+            worst = max(paired_logits(make, model, prompts, steps=8, kv_cache="int8"))
+        assert worst <= 0.3 * moved, f"{name}, {variant}: off by {worst:.1e} of {moved:.1e}"
 
 
 class OneByOne(NativeStepper):

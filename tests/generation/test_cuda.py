@@ -18,6 +18,7 @@ from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
+from glassformer.spec.errors import InputError
 from tests.generation import checks
 from tests.tiny import built
 
@@ -186,3 +187,25 @@ def test_an_encoder_decoder_is_served_one_by_one():
     model = built(checks.SPECS["encoder"]).cuda()
     slots = make_slots(model, lambda: pytest.fail("not ours"), model.spec, slots=2)
     assert isinstance(slots.stepper, TorchStepper)
+
+
+@pytest.mark.parametrize("name", ["rotary", "window", "encoder"])
+def test_keys_and_values_in_8_bits_are_those_of_the_cpu(name):
+    """The cached step keeps them on a GPU; the recorded one and slots hold them as computed."""
+    model = built(checks.SPECS[name])
+    prompts = checks.prompts_for(model)
+    greedy = DecodeSpec(max_new_tokens=12)
+    beams = BeamSpec(max_new_tokens=8, eos=(1,))
+    want = NaiveStepper(model, kv_cache="int8")
+    tokens = [g.tokens for g in generate_batch(want, prompts, spec=greedy)]
+    found = [h.tokens for b in beam_search(want, prompts, spec=beams) for h in b.hypotheses]
+    model.cuda()
+    stepper = fastest_stepper(model, kv_cache="int8")
+    assert isinstance(stepper, TorchStepper) and stepper.kv_cache == "int8"
+    assert [g.tokens for g in generate_batch(stepper, prompts, spec=greedy)] == tokens
+    again = beam_search(stepper, prompts, spec=beams)
+    assert [h.tokens for b in again for h in b.hypotheses] == found
+    with pytest.raises(InputError, match="served on a CPU"):
+        make_slots(
+            model, lambda: TorchStepper(model), model.spec, slots=2, context=9, kv_cache="int8"
+        )

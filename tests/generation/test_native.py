@@ -35,6 +35,10 @@ CHECKS = {
         checks.what_comes_later_is_not_read,
         checks.native_runs_are_steps,
         checks.native_beams_are_plain,
+        checks.pages_hold_the_defined_codes,
+        checks.rounded_attention_is_of_the_rounded_numbers,
+        checks.what_is_no_number_stays_none,
+        checks.rounded_is_uncached,
         checks.native_beam_runs_are_steps,
         checks.threads_change_no_step,
     )

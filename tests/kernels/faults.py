@@ -17,10 +17,11 @@ from glassformer.kernels.build import COMPILERS, HEADERS, HERE, SOURCES
 #: Quick to compile; what is asked of the kernels does not depend on optimization.
 PLAIN = ("-O0", "-std=gnu11", "-ffp-contract=off", "-fPIC")
 INCLUDED_BY = {
-    "floating_block.h": "floating.c",
-    "integer_x86.h": "integer.c",
-    "step_parts.h": "step.c",
-    "step_attention.h": "step.c",
+    "floating_block.h": ("floating.c",),
+    "integer_x86.h": ("integer.c",),
+    "rounding.h": ("integer.c", "step.c"),
+    "step_parts.h": ("step.c",),
+    "step_attention.h": ("step.c",),
 }
 
 
@@ -37,8 +38,8 @@ class Fault:
 
 
 FAULTS = (
-    Fault("halves round up", "integer.c", "rintf(x[i] / size)", "floorf(x[i] / size + 0.5f)", "activations_are_rounded_as_said"),
-    Fault("what is not finite passes for 0", "integer.c", "size = NAN", "size = 1.0f", "activations_are_rounded_as_said"),
+    Fault("halves round up", "rounding.h", "rintf(x[i] / size)", "floorf(x[i] / size + 0.5f)", "activations_are_rounded_as_said"),
+    Fault("what is not finite passes for 0", "rounding.h", "size = NAN", "size = 1.0f", "activations_are_rounded_as_said"),
     Fault("the lift is half taken back", "integer.c", "w->bits == 8 ? -128 : 1", "w->bits == 8 ? -64 : 1", "int8_is_the_reference", "avx512-vnni"),
     Fault("-128 is read with its sign", "integer_x86.h", "_mm256_maddubs_epi16(size, turned)", "_mm256_maddubs_epi16(turned, size)", "nothing_saturates", "avx2"),
     Fault("16 bits run over", "integer_x86.h", "b + 4 < blocks ? b + 4 : blocks", "b + 16 < blocks ? b + 16 : blocks", "nothing_saturates", "avx2"),
@@ -131,6 +132,20 @@ STEP_FAULTS = (
     Fault("beams run past an end", "step.c", "if (among(tokens[i], all->ends, all->n_ends)) return 0;", "if (among(tokens[i], all->ends, 0)) return 0;", "native_beam_runs_are_steps"),
     Fault("beams run past their item's end", "step.c", "return !(all->last[item] >= (soon > late ? soon : late));", "(void)soon, (void)late; return 1;", "native_beam_runs_are_steps"),
     Fault("beams keep their pages", "step.c", "all->table, parents, rows, width);", "all->table, step->row, rows, width), (void)parents;", "native_beam_runs_are_steps"),
+    Fault("scales of half the range", "rounding.h", "size = top / 127.0f", "size = top / 63.0f", "pages_hold_the_defined_codes"),
+    Fault("codes are cut, not rounded", "rounding.h", "rintf(x[i] / size)", "truncf(x[i] / size)", "pages_hold_the_defined_codes"),
+    Fault("groups share the first's scale", "step_parts.h", "h += GROUP, steps += PAGE)", "h += GROUP)", "pages_hold_the_defined_codes"),
+    Fault("a code in the wrong place", "step_parts.h", "codes[(h + i) * apart]", "codes[(h + i) * apart / 2]", "pages_hold_the_defined_codes"),
+    Fault("values rounded as the keys", "step_parts.h", "(op, v, values, place, place * H, 1)", "(op, k, values, place, place * H, 1)", "pages_hold_the_defined_codes"),
+    Fault("codes lose their signs", "step.c", "(lanes){(p)[0], (p)[1], (p)[2], (p)[3]}", "(lanes){(uint8_t)(p)[0], (uint8_t)(p)[1], (uint8_t)(p)[2], (uint8_t)(p)[3]}", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("keys with another group's scale", "step_attention.h", "steps[v] + h / GROUP * PAGE", "steps[v] + 0 * h", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("values with another position's scale", "step_attention.h", "/ GROUP * PAGE + k - begin]", "/ GROUP * PAGE]", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("the rest of a head with another group's scale", "step_attention.h", "steps[i / GROUP * PAGE]", "steps[0 * i]", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("widened keys with one scale", "step_attention.h", "g < groups; g++, steps += PAGE)", "g < groups; g++)", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("widened values with the keys' scales", "step_attention.h", "    codes = (const int8_t *)from;\n    steps = steps_of(from, H);\n    to +=", "    codes = (const int8_t *)from;\n    steps -= groups * PAGE;\n    to +=", "rounded_attention_is_of_the_rounded_numbers"),
+    Fault("numbers that are none are 0", "rounding.h", "size = NAN", "size = 0.0f", "what_is_no_number_stays_none"),
+    Fault("a copied page without its last scales", "step.c", "sizeof(float) * (size_t)memory->page);", "sizeof(float) * (size_t)(memory->page - PAGE));", "native_beams_are_plain"),
+    Fault("heads of 8 bits as far apart as floats", "step.c", "op->layer + head * 2 * room_of(op)", "op->layer + head * 2 * room(op->width, 0) / 4", "rounded_is_uncached"),
     Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
 )  # fmt: skip
 
@@ -172,8 +187,10 @@ def damaged_library(fault: Fault, place: Path) -> Path:
     text = (place / fault.file).read_text()
     assert text.count(fault.old) == 1, f"the line to damage is gone: {fault.old}"
     (place / fault.file).write_text(text.replace(fault.old, fault.new))
-    source = INCLUDED_BY.get(fault.file, fault.file)
-    _compile("-c", str(place / source), to=place / "damaged.o")
-    rest = [str(path) for name, path in _objects().items() if name != source]
-    _compile("-shared", str(place / "damaged.o"), *rest, "-lm", to=place / "damaged.so")
+    sources = INCLUDED_BY.get(fault.file, (fault.file,))
+    made = [str(path) for name, path in _objects().items() if name not in sources]
+    for source in sources:
+        _compile("-c", str(place / source), to=place / f"{source}.o")
+        made.append(str(place / f"{source}.o"))
+    _compile("-shared", *made, "-lm", to=place / "damaged.so")
     return place / "damaged.so"

@@ -31,6 +31,7 @@ from glassformer.generation.fast.native import ArrayStepper
 from glassformer.generation.fast.program import ArraySource, as_floats, unknown_part
 from glassformer.kernels import c_library
 from glassformer.kernels.packed import PackedMatrix
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnPosition
 from glassformer.store.checkpoint import WEIGHTS, is_quantized, verify_folder, verify_sums
@@ -44,7 +45,7 @@ Packed = Callable[[str], PackedMatrix | None]
 
 
 def open_stepper(
-    path: str | Path, *, unpacks: bool = True
+    path: str | Path, *, unpacks: bool = True, kv_cache: KVCache = "float"
 ) -> tuple[ModelSpec, ArrayStepper] | None:
     """Return a model's spec and its native step; None where that needs torch.
 
@@ -57,7 +58,9 @@ def open_stepper(
     if found is None:
         return None
     spec, arrays = found
-    return spec, ArrayStepper(spec, ArraySource(spec, arrays))
+    if unknown_part(spec, kv_cache=kv_cache):
+        return None
+    return spec, ArrayStepper(spec, ArraySource(spec, arrays), kv_cache=kv_cache)
 
 
 def open_arrays(

@@ -34,6 +34,7 @@ from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.fast.choice import check_own_cache
 from glassformer.generation.generate import evaluating, make_stepper, prepare, stream_tokens
 from glassformer.generation.prompts import Prompts, padded, text_prompt
 from glassformer.generation.request import read_request
@@ -46,7 +47,7 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.contents import quantized_numbers
-from glassformer.spec.decoding import BeamSpec, DecodeSpec, chat_options
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache, chat_options
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
 
@@ -346,7 +347,10 @@ class BaseAdapter(nn.Module, ABC):
         assert isinstance(request.decoding, DecodeSpec)
         folder = request.step.prompt_cache
         return Conversation(
-            self.eval().chat_stepper(prompt_cache=None if folder is None else Path(folder)),
+            self.eval().chat_stepper(
+                prompt_cache=None if folder is None else Path(folder),
+                kv_cache=request.step.kv_cache,
+            ),
             self.tokenizer,
             template,
             spec=request.decoding,
@@ -354,10 +358,13 @@ class BaseAdapter(nn.Module, ABC):
             options=template_options,
         )
 
-    def chat_stepper(self, *, prompt_cache: Path | None = None) -> Stepper:
+    def chat_stepper(
+        self, *, prompt_cache: Path | None = None, kv_cache: KVCache = "float"
+    ) -> Stepper:
         """Return what a conversation runs on: a subclass may keep what its turns share."""
         if prompt_cache is not None:
             raise InputError("prompts are kept for our own models; this one is another library's")
+        check_own_cache(kv_cache)
         return self.stepper()
 
     def _answered(self, prompt: str | Ids | Prompts, options: dict[str, Any]) -> "str | list[Any]":

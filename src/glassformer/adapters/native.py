@@ -41,6 +41,7 @@ from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized, quantized_arrays
 from glassformer.spec.checks import at_least, one_of, probability, spec
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
 from glassformer.spec.manifest import stored
@@ -299,14 +300,16 @@ class NativeAdapter(BaseAdapter):
         """Return the fastest stepper with a cache."""
         return fastest_stepper(self.model)
 
-    def chat_stepper(self, *, prompt_cache: Path | None = None) -> Stepper:
+    def chat_stepper(
+        self, *, prompt_cache: Path | None = None, kv_cache: KVCache = "float"
+    ) -> Stepper:
         """Return a stepper that does not read again what a turn shares with the last one."""
-        reason = why_not(self.model)
+        reason = why_not(self.model, kv_cache=kv_cache)
         if reason and prompt_cache is not None:
             raise InputError(f"prompts are kept by the native step, and there is none: {reason}")
         if reason:
-            return PrefixCacheStepper(self.model)
-        return WarmStepper(self.model, prompt_cache=prompt_cache)
+            return PrefixCacheStepper(self.model, kv_cache=kv_cache)
+        return WarmStepper(self.model, prompt_cache=prompt_cache, kv_cache=kv_cache)
 
     @property
     def scoped_taps(self) -> Taps | None:

@@ -299,6 +299,18 @@ SUBJECT_CHECKS = (
         "native step = plain step", "decoding", decoding.native_steps_are_plain, of="ours"
     ),
     SubjectCheck(
+        "8-bit cache = all read again, rounded",
+        "decoding",
+        decoding.rounded_steps_are_uncached,
+        of="ours",
+    ),
+    SubjectCheck(
+        "8-bit cache: native step = torch step",
+        "decoding",
+        decoding.native_rounded_steps_are_torchs,
+        of="ours",
+    ),
+    SubjectCheck(
         "served in company = alone, bit for bit",
         "decoding",
         decoding.company_changes_nothing,

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from glassformer.spec.checks import check_member, check_tree, spec
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, PIECE
+from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, KV_GROUP, PIECE
 from glassformer.spec.manifest import active, block_parameters, is_tied, stored
 from glassformer.spec.model import (
     MLP,
@@ -210,13 +211,26 @@ def training_memory(
     )
 
 
-def cache_bytes(spec: ModelSpec, *, batch: int, length: int, itemsize: int) -> int:
-    """Count the bytes of the keys and values of `length` positions in every decoder layer."""
-    numbers = sum(
-        2 * block.attention.kv_heads * block.attention.head_width(spec.d_model)
-        for block in spec.decoder.blocks()
-    )
-    return numbers * batch * length * itemsize
+def cache_bytes(
+    spec: ModelSpec, *, batch: int, length: int, itemsize: int, kv_cache: KVCache = "float"
+) -> int:
+    """Count the bytes of the keys and values of `length` positions in every decoder layer.
+
+    `itemsize` is of a number where they are kept as computed; "int8" has a byte for each, and a
+    float32 for each group.
+    """
+    total = 0
+    for block in spec.decoder.blocks():
+        width = block.attention.head_width(spec.d_model)
+        match kv_cache:
+            case "float":
+                one = width * itemsize
+            case "int8":
+                one = width + 4 * -(-width // KV_GROUP)
+            case _ as unreachable:
+                assert_never(unreachable)
+        total += 2 * block.attention.kv_heads * one
+    return total * batch * length
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.choice import rewinding_stepper
+from glassformer.generation.fast.choice import check_own_cache, rewinding_stepper
 from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.slots import (
     NativeSlots,
@@ -44,7 +44,7 @@ from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
 from glassformer.models.model import Model
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -654,14 +654,23 @@ def make_slots(
     slots: int,
     context: int | None = None,
     invariant: bool | None = None,
+    kv_cache: KVCache = "float",
 ) -> Slots:
     """Return the fast step over slots for a decoder of ours, or one sequence at a time.
 
     `model` is None for another library's module; `stepper` makes what that one decodes with.
     """
-    if model is not None and spec.encoder is None and not why_not(model):
-        return NativeSlots(model, slots=slots, context=context)
-    if model is not None and spec.encoder is None:
+    if model is None:
+        check_own_cache(kv_cache)
+    elif kv_cache != "float" and next(model.parameters()).is_cuda:
+        raise InputError(
+            f"{{--kv-cache|kv_cache}} {kv_cache} is served on a CPU: on a GPU slots hold keys and "
+            "values as computed",
+            hint="leave it out, or serve on the CPU",
+        )
+    if model is not None and spec.encoder is None and not why_not(model, kv_cache=kv_cache):
+        return NativeSlots(model, slots=slots, context=context, kv_cache=kv_cache)
+    if model is not None and spec.encoder is None and kv_cache == "float":
         on_gpu = next(model.parameters()).is_cuda
         try:
             if on_gpu and not invariant:
@@ -671,5 +680,7 @@ def make_slots(
             if context is not None and not 1 < context <= spec.max_seq_len:
                 raise
     # Slots are decoded in turn, so their decodings must be independent of each other.
-    one = stepper() if model is None else rewinding_stepper(model)
-    return OneByOneSlots(one, spec, slots=slots, context=context or spec.max_seq_len)
+    one = stepper() if model is None else rewinding_stepper(model, kv_cache=kv_cache)
+    return OneByOneSlots(
+        one, spec, slots=slots, context=context or spec.max_seq_len, kv_cache=kv_cache
+    )

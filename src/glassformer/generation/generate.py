@@ -15,7 +15,11 @@ from typing import Any, Protocol
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
-from glassformer.generation.fast.choice import fastest_stepper, rewinding_stepper
+from glassformer.generation.fast.choice import (
+    check_own_cache,
+    fastest_stepper,
+    rewinding_stepper,
+)
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts, text_prompt
@@ -167,14 +171,16 @@ def _plain_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
         assert not isinstance(model, Model)
         if step.prompt_cache is not None:
             raise InputError("prompts are kept for our own models; this one is another library's")
+        check_own_cache(step.kv_cache)
         return model.stepper()
     if step.prompt_cache is not None:
-        return NativeStepper(own, prompt_cache=Path(step.prompt_cache))
+        return NativeStepper(own, prompt_cache=Path(step.prompt_cache), kv_cache=step.kv_cache)
     if not step.cached:
         return NaiveStepper(own)
     if step.fast or step.compile:
         return FastStepper(own, compile=step.compile)
-    return rewinding_stepper(own) if step.speculate else fastest_stepper(own)
+    make = rewinding_stepper if step.speculate else fastest_stepper
+    return make(own, kv_cache=step.kv_cache)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Request:
         return (
             isinstance(decoding, DecodeSpec)
             and LikeliestChooser.covers(decoding)
-            and self.step == StepSpec()
+            and self.step == StepSpec(kv_cache=self.step.kv_cache)
         )
 
 

@@ -23,7 +23,7 @@ from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
 from glassformer.nn.cache import FixedCache, GrowingCache
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError
 
 # B batch, T length, S source length, D d_model, V vocab
@@ -81,17 +81,23 @@ class TorchStepper(RewindingStepper):
     """A model with a cache: reads the prompt once, then one new token per row and step."""
 
     def __init__(
-        self, model: Model | Holder, *, cache: Literal["fixed", "growing"] = "fixed"
+        self,
+        model: Model | Holder,
+        *,
+        cache: Literal["fixed", "growing"] = "fixed",
+        kv_cache: KVCache = "float",
     ) -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
-        self.cache = cache
+        self.cache, self.kv_cache = cache, kv_cache
 
     @torch.no_grad()
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, TorchPast]:
         inputs = read_prompts(self.model, prompts)
         length = inputs.tokens_BT.shape[1]
-        cache = FixedCache(length + room) if self.cache == "fixed" else GrowingCache()
+        cache: FixedCache | GrowingCache = GrowingCache(kv_cache=self.kv_cache)
+        if self.cache == "fixed":
+            cache = FixedCache(length + room, kv_cache=self.kv_cache)
         past = TorchPast(cache, inputs.tokens_BT.device)
         if isinstance(self.model, EncoderDecoder):
             past.memory_BSD = self.model.encode(inputs)
@@ -145,11 +151,15 @@ class Rows:
 
 
 class NaiveStepper(Stepper):
-    """No cache: the complete sequence goes through the model at every step."""
+    """No cache: the complete sequence goes through the model at every step.
 
-    def __init__(self, model: Model | Holder) -> None:
+    With `kv_cache="int8"` keys and values are rounded as that cache rounds them, anew each time.
+    """
+
+    def __init__(self, model: Model | Holder, *, kv_cache: KVCache = "float") -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
+        self.kv_cache = kv_cache
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
         inputs = read_prompts(self.model, prompts)
@@ -173,7 +183,8 @@ class NaiveStepper(Stepper):
             source_BS=past.source_BS,
             source_valid_BS=past.source_valid_BS,
         )
-        return self.model.project(self.model.hidden(inputs)[:, -1], "next")
+        cache = None if self.kv_cache == "float" else GrowingCache(kv_cache=self.kv_cache)
+        return self.model.project(self.model.hidden(inputs, cache=cache)[:, -1], "next")
 
 
 @dataclass(slots=True)
@@ -377,13 +388,13 @@ class PrefixPast:
 class PrefixCacheStepper(Stepper):
     """A stepper for one decoder and one row at a time; `reused` counts positions not read again."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, kv_cache: KVCache = "float") -> None:
         if model.spec.encoder is not None:
             raise InputError("a conversation needs a decoder", hint="use TorchStepper")
         self.model = decodable(model)
         super().__init__(model.spec)
         self.reused = 0
-        self._past = PrefixPast(GrowingCache(), [], 0)
+        self._past = PrefixPast(GrowingCache(kv_cache=kv_cache), [], 0)
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, PrefixPast]:
         """Read the part of the prompt that the cache does not hold; the cache grows as needed."""

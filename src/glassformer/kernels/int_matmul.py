@@ -74,7 +74,7 @@ def reference_integer(
 def rest_of(x_BI: Tensor, groups: int) -> Tensor:
     """Return what rounding activations to 8 bits, by groups, leaves of them."""
     x_NI = x_BI.reshape(-1, x_BI.shape[1] // groups)
-    xq_NI, a_N1 = _quantized(x_NI)
+    xq_NI, a_N1 = quantized_rows(x_NI)
     return (x_NI - a_N1 * xq_NI).view_as(x_BI)
 
 
@@ -107,7 +107,7 @@ def _in_groups(x_BI: Tensor, qweight_OI: Tensor, scale_OG: Tensor, zero_OG: Tens
     for g, (x, q) in enumerate(
         zip(x_BI.chunk(groups, 1), qweight_OI.chunk(groups, 1), strict=True)
     ):
-        xq, a_B1 = _quantized(x)
+        xq, a_B1 = quantized_rows(x)
         # Sums of integers are exact in float32 below 2 ** 24, and in float64 always.
         exact = torch.float32 if q.shape[1] <= FLOAT32_GROUP else torch.float64
         sum_BO = (xq.to(exact) @ q.to(exact).t()).float()
@@ -116,8 +116,8 @@ def _in_groups(x_BI: Tensor, qweight_OI: Tensor, scale_OG: Tensor, zero_OG: Tens
     return acc_BO
 
 
-def _quantized(x_BI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers in [-127, 127] as float32, and the step size of each row."""
+def quantized_rows(x_BI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers in [-127, 127] as float32, and the step size of each row (a, above)."""
     most_B1 = x_BI.abs().amax(1, keepdim=True)
     a_B1 = (most_B1 / STEPS).masked_fill(~most_B1.isfinite(), torch.nan)
     xq_BI = torch.round(x_BI / a_B1).clamp(-STEPS, STEPS)

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "native.h"
+#include "rounding.h"
 
 #define TILE 16
 #define BLOCK 64
@@ -59,26 +60,9 @@ INLINE void quantize_row(const struct job *job, int64_t row, const float *x, flo
     int8_t *xq = job->xq + row * job->width;
     memset(xq + w->inputs, 0, (size_t)(job->width - w->inputs));
     for (int64_t g = 0; g < w->groups; g++, x += group, xq += group) {
-        uint32_t most = 0; /* bits of |x| order as |x| does, infinities and NaN above all */
-        for (int64_t i = 0; i < group; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, 4);
-            bits &= 0x7fffffffu;
-            most = bits > most ? bits : most;
-        }
-        float top, size;
+        float size = rounded_group(x, group, xq);
         int32_t sum = 0;
-        memcpy(&top, &most, 4);
-        size = top / 127.0f;
-        if (most >= 0x7f800000u) size = NAN;
-        if (size > 0)
-            for (int64_t i = 0; i < group; i++) {
-                float step = rintf(x[i] / size);
-                step = step > 127.0f ? 127.0f : step < -127.0f ? -127.0f : step;
-                xq[i] = (int8_t)step;
-                sum += xq[i];
-            }
-        else memset(xq, 0, (size_t)group);
+        for (int64_t i = 0; i < group; i++) sum += xq[i];
         job->size[row * w->groups + g] = size;
         job->sums[row * w->groups + g] = times * sum;
         if (job->sixteenths) job->sixteenths[row * w->groups + g] = 0.0625f * (float)sum;

@@ -9,19 +9,24 @@
    Keys and values lie in pages of 16 positions, with all layers of a model in one page; a table
    has the pages of each sequence. Sequences that begin alike share pages, and whoever writes into
    a shared page gets a copy first. Within a page the keys of a head are turned, one component of
-   16 positions side by side, so that 16 scores grow at once; values lie position by position. */
+   16 positions side by side, so that 16 scores grow at once; values lie position by position.
+   Keys and values of 8 bits lie in the same order, a byte each; behind the keys of a head, and
+   behind its values, are the steps of their groups, those of 16 positions side by side. */
 
 #include <math.h>
 #include <string.h>
 
 #include "native.h"
+#include "rounding.h"
 
 #define PAGE 16
+#define GROUP 32          /* numbers of a key or a value that share a step, where they have 8 bits */
 #define STEADY 8          /* pieces of shared work for each thread */
 #define TILE 64           /* positions that a query attends to at a time */
 #define HANDFUL 6         /* queries that attend at once: their sums are in registers */
 #define MOST_VECTORS 4    /* of each of them */
 #define MOST_QUERIES 96   /* that go over the positions together */
+#define FEW_QUERIES 12    /* that read pages of 8 bits as they are: more share what was widened */
 
 enum kind {
     EMBED, ADD_POSITION, NORM, PRODUCT, ROTATE, REMEMBER, ATTEND, ACTIVATE, ADJUST,
@@ -49,6 +54,7 @@ struct op {
     float number;                 /* eps, or a factor */
     float cap;                    /* c of c tanh(x / c), or 0 */
     int32_t onto, gated, causal;
+    int32_t rounded;              /* keys and values have 8 bits */
 };
 
 /* Pages: `uses` counts the sequences that hold each, `spare` lists those that nobody does. */
@@ -93,12 +99,23 @@ struct query {
 /* Pages of one head, with its values behind the keys, and the scores of some queries. */
 struct tile {
     const float *keys[TILE / PAGE];
+    int rounded; /* they have 8 bits */
     float scores[HANDFUL][TILE];
 };
 
 INLINE float *row_of(const struct work *work, int buffer, int64_t width, int64_t m) {
     return work->step->buffers[buffer] + m * width;
 }
+
+/* The room in a page, in floats, of one head's keys, and as much again of its values. */
+INLINE int64_t room(int64_t H, int rounded) {
+    return rounded ? PAGE * H / 4 + PAGE * ((H + GROUP - 1) / GROUP) : PAGE * H;
+}
+
+INLINE int64_t room_of(const struct op *op) { return room(op->width, op->rounded); }
+
+/* Where the steps of the keys, or of the values, of a page of 8 bits begin. */
+INLINE const float *steps_of(const float *page, int64_t H) { return page + PAGE * H / 4; }
 
 /* The keys of one head in the page that has this position; its values are behind them. */
 INLINE float *head_of_page(const struct work *work, int64_t row, int64_t position, int64_t head) {
@@ -107,7 +124,7 @@ INLINE float *head_of_page(const struct work *work, int64_t row, int64_t positio
     int64_t width = step->table_width[op->form];
     int64_t page = step->table[op->form][row * width + position / PAGE];
     const struct memory *memory = step->memory[op->form];
-    return memory->pool + page * memory->page + op->layer + head * 2 * PAGE * op->width;
+    return memory->pool + page * memory->page + op->layer + head * 2 * room_of(op);
 }
 
 INLINE void fetch(const float *from, int64_t count) {
@@ -139,7 +156,8 @@ AVX2 INLINE float largest8(__m256 v) {
 #endif
 
 /* Each width of vectors: WIDTH numbers side by side, FILL(x) is x in all of them, FMA(a, b, c) is
-   a b + c, rounded once where the machine can; SUM and LARGEST are of all numbers of a vector. */
+   a b + c, rounded once where the machine can; SUM and LARGEST are of all numbers of a vector;
+   WIDEN is WIDTH bytes, with their signs, as numbers. */
 #define NAME(what) portable_##what
 #define TARGET
 #define WIDTH 4
@@ -147,6 +165,7 @@ AVX2 INLINE float largest8(__m256 v) {
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define SUM(v) ((v)[0] + (v)[2] + ((v)[1] + (v)[3]))
 #define LARGEST(v) larger(larger((v)[0], (v)[2]), larger((v)[1], (v)[3]))
+#define WIDEN(p) ((lanes){(p)[0], (p)[1], (p)[2], (p)[3]})
 #include "step_parts.h"
 #ifdef GLASS_X86
 #define NAME(what) avx2_##what
@@ -156,6 +175,7 @@ AVX2 INLINE float largest8(__m256 v) {
 #define FMA _mm256_fmadd_ps
 #define SUM sum8
 #define LARGEST largest8
+#define WIDEN(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #include "step_parts.h"
 #define NAME(what) avx512_##what
 #define TARGET AVX512
@@ -164,6 +184,7 @@ AVX2 INLINE float largest8(__m256 v) {
 #define FMA _mm512_fmadd_ps
 #define SUM _mm512_reduce_add_ps
 #define LARGEST _mm512_reduce_max_ps
+#define WIDEN(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #include "step_parts.h"
 #endif
 

@@ -5,13 +5,38 @@
    has a larger score. Each query is summed in an order that its own positions alone decide, so it
    gets the same bits alone, in a prompt and in a batch. */
 
-/* sums[r][v] += a(r, k) * (vector v of row k of b), k = from .. to - 1: a number of each row of a,
-   and vectors that all rows share. */
-#define MULTIPLY(sums, rows, vectors, a, b, stride, from, to)                                    \
+/* A head's page of 8 bits becomes one of float32, for many queries; few read it as it is. Either way
+   a number is its code times its step, so they compute what they would compute from float32 pages
+   with the rounded numbers, bit for bit. */
+TARGET static void NAME(widen_page)(const struct op *op, const float *from, float *to) {
+    int64_t H = op->width, groups = (H + GROUP - 1) / GROUP;
+    const int8_t *codes = (const int8_t *)from;
+    const float *steps = steps_of(from, H);
+    for (int64_t g = 0; g < groups; g++, steps += PAGE)
+        for (int64_t h = g * GROUP; h < H && h < (g + 1) * GROUP; h++)
+            for (int at = 0; at < PAGE; at += WIDTH)
+                NAME(put)(to + h * PAGE + at,
+                          WIDEN(codes + h * PAGE + at) * NAME(get)(steps + at, WIDTH), WIDTH);
+    from += room_of(op);
+    codes = (const int8_t *)from;
+    steps = steps_of(from, H);
+    to += PAGE * H;
+    for (int64_t place = 0; place < PAGE; place++, codes += H, to += H)
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t h = g * GROUP, end = h + GROUP < H ? h + GROUP : H;
+            float step = steps[g * PAGE + place];
+            for (; h + WIDTH <= end; h += WIDTH)
+                NAME(put)(to + h, WIDEN(codes + h) * FILL(step), WIDTH);
+            for (; h < end; h++) to[h] = (float)codes[h] * step;
+        }
+}
+
+/* sums[r][v] += a(r, k) * VECTOR(v, k), k = from .. to - 1: a number of each row of a, and vectors
+   that all rows share. */
+#define MULTIPLY(sums, rows, vectors, a, VECTOR, from, to)                                       \
     for (int64_t k = from; k < to; k++) {                                                        \
         lanes line[MOST_VECTORS];                                                                \
-        _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)                                \
-            line[v] = NAME(get)(b[v] + k * (stride), WIDTH);                                     \
+        _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) line[v] = VECTOR(v, k);        \
         _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {                                 \
             lanes factor = FILL((a)[r][k]);                                                      \
             _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)                            \
@@ -21,17 +46,30 @@
 
 /* Scores of some queries with `vectors` vectors of positions of a tile, from vector `at` on. */
 TARGET INLINE void NAME(score)(struct tile *tile, const float *const *q, int rows, int64_t at,
-                               int vectors, int64_t H) {
-    const float *keys[MOST_VECTORS];
-    lanes sums[HANDFUL][MOST_VECTORS];
+                               int vectors, int64_t H, int rounded) {
+    const float *keys[MOST_VECTORS], *steps[MOST_VECTORS];
+    const int8_t *codes[MOST_VECTORS];
+    lanes sums[HANDFUL][MOST_VECTORS], step[MOST_VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; v++) {
         int64_t place = (at + v) * WIDTH;
-        keys[v] = tile->keys[place / PAGE] + place % PAGE;
+        const float *page = tile->keys[place / PAGE];
+        keys[v] = page + place % PAGE;
+        codes[v] = (const int8_t *)page + place % PAGE;
+        steps[v] = steps_of(page, H) + place % PAGE;
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) sums[r][v] = FILL(0.0f);
     }
-    MULTIPLY(sums, rows, vectors, q, keys, PAGE, 0, H)
+#define KEY(v, k) NAME(get)(keys[v] + k * PAGE, WIDTH)
+#define ROUNDED_KEY(v, k) (WIDEN(codes[v] + k * PAGE) * step[v])
+    for (int64_t h = 0; rounded && h < H; h += GROUP) {
+        int64_t end = h + GROUP < H ? h + GROUP : H;
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            step[v] = NAME(get)(steps[v] + h / GROUP * PAGE, WIDTH);
+        MULTIPLY(sums, rows, vectors, q, ROUNDED_KEY, h, end)
+    }
+    if (!rounded) MULTIPLY(sums, rows, vectors, q, KEY, 0, H)
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -43,7 +81,8 @@ TARGET INLINE void NAME(score)(struct tile *tile, const float *const *q, int row
    h .. h + vectors * WIDTH - 1 of a head. */
 TARGET INLINE void NAME(add_values)(const struct tile *tile, const float (*scores)[TILE],
                                     float *const *out, const float *down, int rows, int64_t h,
-                                    int vectors, int64_t H, int64_t from, int64_t to) {
+                                    int vectors, int64_t H, int64_t from, int64_t to,
+                                    int rounded) {
     lanes sums[HANDFUL][MOST_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -51,12 +90,16 @@ TARGET INLINE void NAME(add_values)(const struct tile *tile, const float (*score
         for (int v = 0; v < vectors; v++)
             sums[r][v] = NAME(get)(out[r] + h + v * WIDTH, WIDTH) * FILL(down[r]);
     for (int64_t page = from / PAGE; page * PAGE < to; page++) {
-        const float *values[MOST_VECTORS]; /* as if the page began at position 0 */
+        const float *here = tile->keys[page] + room(H, rounded), *steps = steps_of(here, H);
         int64_t begin = page * PAGE, end = begin + PAGE < to ? begin + PAGE : to;
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            values[v] = tile->keys[page] + (PAGE - begin) * H + h + v * WIDTH;
-        MULTIPLY(sums, rows, vectors, scores, values, H, (begin < from ? from : begin), end)
+        int64_t first = begin < from ? from : begin;
+        const int8_t *codes = (const int8_t *)here + h;
+#define VALUE(v, k) NAME(get)(here + (k - begin) * H + h + v * WIDTH, WIDTH)
+#define ROUNDED_VALUE(v, k)                                                                      \
+    (WIDEN(codes + (k - begin) * H + v * WIDTH) *                                                \
+     FILL(steps[(h + v * WIDTH) / GROUP * PAGE + k - begin]))
+        if (rounded) MULTIPLY(sums, rows, vectors, scores, ROUNDED_VALUE, first, end)
+        else MULTIPLY(sums, rows, vectors, scores, VALUE, first, end)
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -66,30 +109,34 @@ TARGET INLINE void NAME(add_values)(const struct tile *tile, const float (*score
 
 /* All of that for a constant number of queries, so that their sums stay in registers. */
 TARGET INLINE void NAME(scores_of)(struct tile *tile, const float *const *q, int rows,
-                                   int64_t vectors, int64_t H) {
+                                   int64_t vectors, int64_t H, int rounded) {
     int64_t at = 0;
     if (rows <= HANDFUL / 2)
-        for (; at + 4 <= vectors; at += 4) NAME(score)(tile, q, rows, at, 4, H);
-    for (; at + 2 <= vectors; at += 2) NAME(score)(tile, q, rows, at, 2, H);
-    if (at < vectors) NAME(score)(tile, q, rows, at, 1, H);
+        for (; at + 4 <= vectors; at += 4) NAME(score)(tile, q, rows, at, 4, H, rounded);
+    for (; at + 2 <= vectors; at += 2) NAME(score)(tile, q, rows, at, 2, H, rounded);
+    if (at < vectors) NAME(score)(tile, q, rows, at, 1, H, rounded);
 }
 
 TARGET INLINE void NAME(values_of)(const struct tile *tile, const float (*scores)[TILE],
                                    float *const *out, const float *down, int rows, int64_t H,
-                                   int64_t from, int64_t to) {
+                                   int64_t from, int64_t to, int rounded) {
     int64_t h = 0;
     if (rows <= HANDFUL / 2)
         for (; h + 4 * WIDTH <= H; h += 4 * WIDTH)
-            NAME(add_values)(tile, scores, out, down, rows, h, 4, H, from, to);
+            NAME(add_values)(tile, scores, out, down, rows, h, 4, H, from, to, rounded);
     for (; h + 2 * WIDTH <= H; h += 2 * WIDTH)
-        NAME(add_values)(tile, scores, out, down, rows, h, 2, H, from, to);
+        NAME(add_values)(tile, scores, out, down, rows, h, 2, H, from, to, rounded);
     for (; h + WIDTH <= H; h += WIDTH)
-        NAME(add_values)(tile, scores, out, down, rows, h, 1, H, from, to);
+        NAME(add_values)(tile, scores, out, down, rows, h, 1, H, from, to, rounded);
     for (int r = 0; r < rows && h < H; r++) { /* what is left of a head fills no vector */
         for (int64_t i = h; i < H; i++) out[r][i] *= down[r];
         for (int64_t s = from; s < to; s++) {
-            const float *values = tile->keys[s / PAGE] + (PAGE + s % PAGE) * H;
-            for (int64_t i = h; i < H; i++) out[r][i] += scores[r][s] * values[i];
+            const float *here = tile->keys[s / PAGE] + room(H, rounded);
+            const float *values = here + s % PAGE * H, *steps = steps_of(here, H) + s % PAGE;
+            const int8_t *codes = (const int8_t *)here + s % PAGE * H;
+            for (int64_t i = h; i < H && !rounded; i++) out[r][i] += scores[r][s] * values[i];
+            for (int64_t i = h; i < H && rounded; i++)
+                out[r][i] += scores[r][s] * ((float)codes[i] * steps[i / GROUP * PAGE]);
         }
     }
 }
@@ -106,17 +153,23 @@ TARGET INLINE void NAME(values_of)(const struct tile *tile, const float (*scores
 
 TARGET static void NAME(all_scores)(struct tile *tile, const float *const *q, int rows,
                                     int64_t vectors, int64_t H) {
-#define CALL(n) NAME(scores_of)(tile, q, n, vectors, H)
-    EACH_NUMBER_OF_ROWS(rows, CALL)
+#define CALL(n) NAME(scores_of)(tile, q, n, vectors, H, 0)
+#define ROUNDED_CALL(n) NAME(scores_of)(tile, q, n, vectors, H, 1)
+    if (tile->rounded) EACH_NUMBER_OF_ROWS(rows, ROUNDED_CALL)
+    else EACH_NUMBER_OF_ROWS(rows, CALL)
 #undef CALL
+#undef ROUNDED_CALL
 }
 
 TARGET static void NAME(all_values)(const struct tile *tile, const float (*scores)[TILE],
                                     float *const *out, const float *down, int rows, int64_t H,
                                     int64_t from, int64_t to) {
-#define CALL(n) NAME(values_of)(tile, scores, out, down, n, H, from, to)
-    EACH_NUMBER_OF_ROWS(rows, CALL)
+#define CALL(n) NAME(values_of)(tile, scores, out, down, n, H, from, to, 0)
+#define ROUNDED_CALL(n) NAME(values_of)(tile, scores, out, down, n, H, from, to, 1)
+    if (tile->rounded) EACH_NUMBER_OF_ROWS(rows, ROUNDED_CALL)
+    else EACH_NUMBER_OF_ROWS(rows, CALL)
 #undef CALL
+#undef ROUNDED_CALL
 }
 
 /* Scores of a tile with what is not in the product: a cap, a bias by distance, and the positions
@@ -202,15 +255,23 @@ TARGET static void NAME(attend_queries)(const struct work *work, struct query *q
     const struct op *op = work->op;
     int64_t H = op->width, begin = INT64_MAX, end = 0;
     struct tile tile;
+    int widens = op->rounded && count > FEW_QUERIES;
+    float wide[widens ? 2 * TILE * H : 1]; /* pages of 8 bits, as float32 */
     for (int n = 0; n < count; n++) {
         struct query *query = queries + n;
         begin = query->begin < begin ? query->begin : begin;
         end = query->end > end ? query->end : end;
         for (int64_t h = 0; h < H; h++) query->out[h] = 0.0f;
     }
+    tile.rounded = op->rounded && !widens;
     for (int64_t at = begin / TILE * TILE; at < end; at += TILE) {
-        for (int64_t from = at; from < end && from < at + TILE; from += PAGE)
-            tile.keys[(from - at) / PAGE] = head_of_page(work, row, from, head);
+        for (int64_t from = at; from < end && from < at + TILE; from += PAGE) {
+            const float **keys = tile.keys + (from - at) / PAGE;
+            *keys = head_of_page(work, row, from, head);
+            if (!widens) continue;
+            NAME(widen_page)(op, *keys, wide + 2 * (from - at) * H);
+            *keys = wide + 2 * (from - at) * H;
+        }
         for (int n = 0; n < count; n += HANDFUL) {
             int rows = count - n < HANDFUL ? count - n : HANDFUL, some = 0;
             for (int r = n; r < n + rows; r++)
@@ -219,7 +280,7 @@ TARGET static void NAME(attend_queries)(const struct work *work, struct query *q
             /* Pages of the next tile come nearer while this one is in use, some with each handful. */
             for (int64_t page = n / HANDFUL; page < TILE / PAGE; page += count / HANDFUL + 1)
                 if (at + TILE + page * PAGE < end)
-                    fetch(head_of_page(work, row, at + TILE + page * PAGE, head), 2 * PAGE * H);
+                    fetch(head_of_page(work, row, at + TILE + page * PAGE, head), 2 * room_of(op));
         }
     }
     for (int n = 0; n < count; n++) {
@@ -263,4 +324,8 @@ TARGET static void NAME(attend)(void *data, int64_t first, int64_t last) {
 }
 
 #undef MULTIPLY
+#undef KEY
+#undef ROUNDED_KEY
+#undef VALUE
+#undef ROUNDED_VALUE
 #undef EACH_NUMBER_OF_ROWS

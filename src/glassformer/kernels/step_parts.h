@@ -177,6 +177,19 @@ TARGET static void NAME(adjust)(void *data, int64_t first, int64_t last) {
     }
 }
 
+/* A key, or a value, in 8 bits: its numbers go `apart` bytes from each other, and its steps behind
+   all codes of the page. */
+TARGET INLINE void NAME(remember_rounded)(const struct op *op, const float *x, float *to, int64_t place,
+                                          int64_t first, int64_t apart) {
+    int8_t *codes = (int8_t *)to + first, group[GROUP];
+    float *steps = to + PAGE * op->width / 4 + place;
+    for (int64_t h = 0; h < op->width; h += GROUP, steps += PAGE) {
+        int64_t count = op->width - h < GROUP ? op->width - h : GROUP;
+        *steps = rounded_group(x + h, count, group);
+        for (int64_t i = 0; i < count; i++) codes[(h + i) * apart] = group[i];
+    }
+}
+
 /* Keys and values of the new tokens go into their rows' pages: `count` heads of each. */
 TARGET static void NAME(remember)(void *data, int64_t first, int64_t last) {
     const struct work *work = data;
@@ -188,7 +201,12 @@ TARGET static void NAME(remember)(void *data, int64_t first, int64_t last) {
         int64_t place = work->step->position[m] % PAGE;
         for (int64_t head = 0; head < op->count; head++, k += H, v += H) {
             float *keys = head_of_page(work, work->step->row[m], work->step->position[m], head);
-            float *values = keys + PAGE * H;
+            float *values = keys + room_of(op);
+            if (op->rounded) {
+                NAME(remember_rounded)(op, k, keys, place, place, PAGE);
+                NAME(remember_rounded)(op, v, values, place, place * H, 1);
+                continue;
+            }
             for (int64_t h = 0; h < H; h++) keys[h * PAGE + place] = k[h];
             memcpy(values + place * H, v, sizeof(float) * (size_t)H);
         }
@@ -280,6 +298,7 @@ TARGET static int64_t NAME(likeliest)(float *logits, int64_t count, const int64_
 #undef FILL
 #undef SUM
 #undef LARGEST
+#undef WIDEN
 #undef FMA
 #undef lanes
 #undef whole

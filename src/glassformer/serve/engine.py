@@ -35,6 +35,7 @@ from glassformer.generation.fast.slots import RecordedSlots
 from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
 from glassformer.models.model import Model
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec, Readout
 
@@ -68,6 +69,7 @@ class Served:
         context: int | None = None,
         step_tokens: int | None = None,
         invariant: bool | None = None,
+        kv_cache: KVCache = "float",
     ) -> None:
         if not re.fullmatch(r"[\w.@:+/-]{1,200}", name, re.ASCII):
             raise InputError(
@@ -89,6 +91,7 @@ class Served:
                 hint="a model that continues text, or whose hidden states can be read",
             )
         self.created = int(time.time())
+        self.kv_cache = kv_cache
         self.tokenizer: Tokenizer = adapter.tokenizer
         self.eos = adapter.end_ids()
         self.nameless = adapter.nameless_ids()
@@ -107,6 +110,7 @@ class Served:
                 slots=slots,
                 context=context,
                 invariant=invariant,
+                kv_cache=kv_cache,
             )
             if step_tokens is None:
                 step_tokens = GPU_STEP_TOKENS if isinstance(made, RecordedSlots) else STEP_TOKENS
@@ -136,11 +140,12 @@ class Served:
             )
         slots = self._batcher.slots
         chat = "chat and text" if self.template is not None else "text (it has no chat template)"
+        form = "" if self.kv_cache == "float" else f" (keys and values in {self.kv_cache})"
         share = "" if slots.cuts_prompts else "; one sequence at a time"
         alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
         return (
             f"{self.name}: {chat}; {slots.slots} slots of {self.context} tokens, at most "
-            f"{slots.memory_bytes / 2**20:,.1f} MiB{share}{alone}"
+            f"{slots.memory_bytes / 2**20:,.1f} MiB{form}{share}{alone}"
         )
 
     @property

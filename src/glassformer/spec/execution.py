@@ -1,4 +1,4 @@
-"""Constants of the torch engine that the cost estimates need too, and the machine's memory."""
+"""Constants of execution that the cost estimates need too, and the machine's memory."""
 
 import os
 from pathlib import Path
@@ -28,6 +28,8 @@ FUSED_PIECE = 1 << 24
 #: how many others chose the same expert, and changing the future changes no bit of the past (seen
 #: for layers of a dozen inputs and more; in smaller ones a row's index in the group matters too).
 GROUP_ROWS = 8
+#: Numbers of a key or a value that share a scale, a float32, where they are kept in 8 bits.
+KV_GROUP = 32
 
 
 def machine_memory() -> int:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.measure import EXACT, Measure, NotOffered, relative_gap, scale_of
+from glassformer.checks.measure import (
+    EXACT,
+    TOLERANCE,
+    Measure,
+    NotOffered,
+    relative_gap,
+    scale_of,
+)
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
@@ -207,6 +214,10 @@ def _tiny_model(vocab: int, crossed: bool, *, seed: int, sharpness: float) -> Mo
 NEW = 6
 #: The number of random models for brute force: always, and with `--deep`.
 FEW, MANY = 30, 1_000
+#: Orders of a batch's three rows before each step: as they are, and with one twice, as beams do.
+ORDERS: tuple[tuple[int, ...], ...] = ((), (2, 0, 0, 1))
+#: The share of 8 bits' own distance from float that two ways of computing them may be apart.
+SHARED_ROUNDING = 0.5
 
 
 def _case(subject: Subject) -> tuple[Model, Prompts]:
@@ -472,11 +483,94 @@ def native_steps_are_plain(subject: Subject) -> Measure:
     found, size = [], f"{subject.size}, {NEW} steps"
     for name in c_library.variants():
         sides: dict[str, Stepper] = {name: NativeStepper(model)}
-        orders: tuple[tuple[int, ...], ...] = ((), (2, 0, 0, 1))
         with c_library.use_variant(name):
-            for order in orders:
+            for order in ORDERS:
                 plain = TorchStepper(model)
                 found.append(_followed(subject, sides, plain, prompts, size, order=order))
+    return _worst(found)
+
+
+def rounded_steps_are_uncached(subject: Subject) -> Measure:
+    """Steps with keys and values in 8 bits: the logits of a forward that rounds all of them anew.
+
+    Both caches, rows of different lengths and reordered, in float64: there the two sides round the
+    same numbers, and no code falls on the other side of a half.
+    """
+    _case(subject)
+    if subject.double is None:
+        raise NotOffered("it cannot be had in float64")
+    wide = subject.double()
+    model, prompts = _case(wide)
+    steppers: dict[str, Stepper] = {
+        "fixed": TorchStepper(model, kv_cache="int8"),
+        "growing": TorchStepper(model, cache="growing", kv_cache="int8"),
+    }
+    found = [
+        _followed(
+            wide,
+            steppers,
+            NaiveStepper(model, kv_cache="int8"),
+            prompts,
+            f"{subject.size}, {NEW} steps",
+            dtype="float64",
+            order=order,
+        )
+        for order in ORDERS
+    ]
+    return _worst(found)
+
+
+def native_rounded_steps_are_torchs(subject: Subject) -> Measure:
+    """The native step with keys and values in 8 bits: nearer to torch's than rounding is far.
+
+    A key that is computed in another order may get the next code, so the two cannot have one
+    float32's precision. `worst` is their distance over that of 8 bits from float, at the same
+    tokens: a handful of codes against all of them. With every variant, rows reordered as well.
+    """
+    model, prompts = _case(subject)
+    if reason := from_model.why_not(model, kv_cache="int8"):
+        raise NotOffered(reason)
+    found, size = [], f"{subject.size}, {NEW} steps"
+    for name in c_library.variants():
+        with c_library.use_variant(name):
+            found += [_rounding_shared(model, prompts, order, size) for order in ORDERS]
+    return _worst(found)
+
+
+def _rounding_shared(model: Model, prompts: Prompts, order: tuple[int, ...], size: str) -> Measure:
+    """Return the distance of native logits to torch's, over that of 8 bits from float."""
+    witness = TorchStepper(model, kv_cache="int8")
+    steppers: tuple[Stepper, ...] = (
+        witness,
+        NativeStepper(model, kv_cache="int8"),
+        TorchStepper(model),
+    )
+    started = [stepper.start(prompts, room=NEW) for stepper in steppers]
+    logits, pasts = [one for one, _ in started], [past for _, past in started]
+    apart, rounded, least = 0.0, 0.0, 0.0
+    for step in range(NEW):
+        wanted_BV = logits[0]
+        apart = max(apart, relative_gap(logits[1], wanted_BV))
+        rounded = max(rounded, relative_gap(logits[2], wanted_BV))
+        least = TOLERANCE[wanted_BV.dtype]
+        if step + 1 < NEW:
+            chosen_B = wanted_BV.argmax(-1)
+            if order:
+                rows_B = torch.tensor(order)
+                chosen_B = chosen_B[rows_B]
+                for past in pasts:
+                    past.reorder(rows_B)
+            logits = [
+                stepper.step(chosen_B, past=past)
+                for stepper, past in zip(steppers, pasts, strict=True)
+            ]
+    share = apart / max(rounded, least)
+    if share > SHARED_ROUNDING:  # so many codes are not another order of sums: another rule
+        return Measure(math.inf, SHARED_ROUNDING, size, f"{share:.2f} of 8 bits' own distance")
+    return Measure(share, SHARED_ROUNDING, size)
+
+
+def _worst(found: Sequence[Measure]) -> Measure:
     return max(found, key=lambda one: math.inf if math.isnan(one.worst) else one.worst)
 
 

@@ -197,7 +197,7 @@ def _open(
     if draft is None and device == "cpu" and request.is_plainly_greedy:
         from glassformer.adapters.array_model import open_stepper
 
-        found = open_stepper(path, unpacks=large_pages)
+        found = open_stepper(path, unpacks=large_pages, kv_cache=request.step.kv_cache)
         if found is not None:
             return found
     from glassformer.adapters.load import load

@@ -4,18 +4,20 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from glassformer.cli.shell.options import Device, Download, Runs, Threads, complete_runs
+from glassformer.cli.shell.options import Device, Download, Runs, Threads, complete_runs, takes
 from glassformer.cli.shell.terminal import tell
+from glassformer.spec.decoding import StepSpec, serving_options
 from glassformer.spec.errors import InputError
 
 #: Tokens of a slot where the model could hold more and none are requested.
 LONGEST_CONTEXT = 4_096
 
 
+@takes(serving_options(), into="options")
 def serve(
     models: Annotated[
         list[str],
@@ -59,6 +61,8 @@ def serve(
             help="On a GPU: answers that do not depend on company, one sequence at a time.",
         ),
     ] = False,
+    *,
+    options: dict[str, Any],
     device: Device = "cpu",
     threads: Threads = None,
     download: Download = False,
@@ -106,6 +110,7 @@ def serve(
         max_tokens=max_tokens,
         timeout=timeout,
         invariant=invariant or None,
+        step=StepSpec(**options),
         device=device,
         threads=threads,
     )
@@ -124,6 +129,7 @@ def _serve(
     max_tokens: int | None,
     timeout: float,
     invariant: bool | None,
+    step: StepSpec,
     device: str,
     threads: int | None,
 ) -> None:
@@ -149,7 +155,16 @@ def _serve(
     for name, path in places.items():
         adapter = load(path).to(device)
         longest = context or min(adapter.spec.max_seq_len, LONGEST_CONTEXT)
-        models.append(Served(name, adapter, slots=slots, context=longest, invariant=invariant))
+        models.append(
+            Served(
+                name,
+                adapter,
+                slots=slots,
+                context=longest,
+                invariant=invariant,
+                kv_cache=step.kv_cache,
+            )
+        )
         tell(models[-1].described())
     asked = [threads_of_decoding(one.spec, asked=threads, device=device) for one in models]
     engine = Engine(models, threads=max(asked))

@@ -12,24 +12,40 @@ from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import TorchStepper, decodable
 from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.models.model import Holder, Model
+from glassformer.spec.decoding import KVCache
+from glassformer.spec.errors import InputError
 
 
-def fastest_stepper(model: Model | Holder) -> Stepper:
+def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> Stepper:
     """Return the native step, the recorded one on a GPU, or the cached one where neither runs.
 
-    A recorded step is one decoding at a time; its graphs are recorded in the first one.
+    A recorded step is one decoding at a time; its graphs are recorded in the first one. It keeps
+    keys and values as computed: those of 8 bits are kept by the two others.
     """
     own = decodable(model)
     device = next(own.parameters()).device
-    if not why_not_recorded(own, device=device, spare_bytes=_spare_bytes(device)):
+    recorded = not why_not_recorded(own, device=device, spare_bytes=_spare_bytes(device))
+    if recorded and kv_cache == "float":
         return FastStepper(own)
-    return rewinding_stepper(own)
+    return rewinding_stepper(own, kv_cache=kv_cache)
 
 
-def rewinding_stepper(model: Model | Holder) -> RewindingStepper:
+def rewinding_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> RewindingStepper:
     """Return the fastest step whose decodings are independent and can take tokens back."""
     own = decodable(model)
-    return TorchStepper(own) if from_model.why_not(own) else NativeStepper(own)
+    if from_model.why_not(own, kv_cache=kv_cache):
+        return TorchStepper(own, kv_cache=kv_cache)
+    return NativeStepper(own, kv_cache=kv_cache)
+
+
+def check_own_cache(kv_cache: KVCache) -> None:
+    """Refuse another form of keys and values for a model whose cache is not ours."""
+    if kv_cache != "float":
+        raise InputError(
+            f"{{--kv-cache|kv_cache}} {kv_cache} is for our own models; this one is another "
+            "library's",
+            hint='leave it out, or load the folder with backend="native"',
+        )
 
 
 def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) -> str:

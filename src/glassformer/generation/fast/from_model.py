@@ -27,6 +27,7 @@ from glassformer.nn.position import (
     RotaryPosition,
     SinusoidalPosition,
 )
+from glassformer.spec.decoding import KVCache
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -47,7 +48,7 @@ class IntegerWeights(Protocol):
         """Return the matrix in the layout of integer.c, or None."""
 
 
-def why_not(model: Model) -> str:
+def why_not(model: Model, *, kv_cache: KVCache = "float") -> str:
     """Return the reason why this model has no native step here; empty if it has one."""
     if reason := c_library.why_not():
         return reason
@@ -56,7 +57,7 @@ def why_not(model: Model) -> str:
         return f"the model is on {like.device}, and the native step runs on the CPU"
     if any(parameter.dtype not in DTYPES for parameter in model.parameters()):
         return f"its weights are {like.dtype}, and the native step reads float32 and bfloat16"
-    if reason := unknown_part(model.spec):
+    if reason := unknown_part(model.spec, kv_cache=kv_cache):
         return reason
     for name, part in model.named_modules():
         if isinstance(part, IntegerWeights) and part.c_weight() is None:

@@ -33,7 +33,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepping import BeamRun, BeamStep, RewindingStepper
 from glassformer.kernels import c_library, threads
 from glassformer.kernels.large_pages import empty
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
 
@@ -284,12 +284,14 @@ class ArrayStepper(RewindingStepper):
     """A `Stepper` for one model, to be kept and used again; several pasts may be live at once.
 
     Logits and tokens are NumPy arrays here (`_out` makes them what a subclass gives).
+    With `kv_cache="int8"` the keys and values of pasts are in 8 bits, as `nn.cache` defines.
     """
 
-    def __init__(self, model: ModelSpec, source: Source) -> None:
+    def __init__(self, model: ModelSpec, source: Source, *, kv_cache: KVCache = "float") -> None:
         super().__init__(model)
-        if reason := c_library.why_not() or unknown_part(model):
+        if reason := c_library.why_not() or unknown_part(model, kv_cache=kv_cache):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
+        self.kv_cache: KVCache = kv_cache
         self._prepare()
         self._write(model, source)
 
@@ -302,7 +304,7 @@ class ArrayStepper(RewindingStepper):
 
     def _write(self, model: ModelSpec, source: Source) -> None:
         """Write the program of these weights, and begin with empty memory."""
-        decoder, encoder, page = programs(model, source)
+        decoder, encoder, page = programs(model, source, kv_cache=self.kv_cache)
         self._programs = decoder, encoder
         self._decoder = decoder.compiled()
         self._encoder = None if encoder is None else encoder.compiled()

@@ -23,7 +23,7 @@ from glassformer.generation.stepper import decodable
 from glassformer.generation.stepping import RewindingStepper
 from glassformer.models.model import Holder, Model
 from glassformer.nn.linear import PackedWeight
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError
 
 # B rows, V vocab
@@ -36,14 +36,20 @@ class NativeStepper(ArrayStepper):
     there, and are kept in their turn; `reused` counts the tokens that were not read again.
     """
 
-    def __init__(self, model: Model | Holder, *, prompt_cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: Model | Holder,
+        *,
+        prompt_cache: Path | None = None,
+        kv_cache: KVCache = "float",
+    ) -> None:
         self.model = decodable(model)
         RewindingStepper.__init__(self, self.model.spec)
-        if reason := why_not(self.model):
+        if reason := why_not(self.model, kv_cache=kv_cache):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
         if prompt_cache is not None and self.model.spec.encoder is not None:
             raise InputError("a prompt cache is for decoders: answers to a source begin alike")
-        self.prompt_cache = prompt_cache
+        self.prompt_cache, self.kv_cache = prompt_cache, kv_cache
         self._version: tuple[int, ...] = ()
         self._prepare()
 
@@ -103,10 +109,12 @@ class NativeStepper(ArrayStepper):
         now += tuple(m.loads for m in self.model.modules() if isinstance(m, PackedWeight))
         if now == self._version:
             return
-        if reason := why_not(self.model):
+        if reason := why_not(self.model, kv_cache=self.kv_cache):
             raise InputError(f"no native step any more: {reason}", hint="make another stepper")
         self._write(self.model.spec, ModelSource(self.model))
         self._kept = None
         if self.prompt_cache is not None:
-            self._kept = PromptCache(self.prompt_cache, self.model, page=self.pages.page)
+            self._kept = PromptCache(
+                self.prompt_cache, self.model, page=self.pages.page, kv_cache=self.kv_cache
+            )
         self._version = now

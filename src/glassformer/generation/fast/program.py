@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from glassformer.kernels import tables
 from glassformer.kernels.packed import PACKED, PackedMatrix
 from glassformer.spec import model as spec
+from glassformer.spec.decoding import KVCache
+from glassformer.spec.execution import KV_GROUP
 from glassformer.spec.manifest import is_tied, manifest
 from glassformer.spec.model import rotary_of
 from glassformer.spec.own import OwnPosition
@@ -27,6 +29,8 @@ from glassformer.store.tensors import BFLOAT16, widened
 # N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs
 
 PAGE = 16  # positions
+#: The widest head whose keys and values the C file keeps in 8 bits: it widens some on the stack.
+WIDEST_ROUNDED = 512
 
 #: Numbers that the C file reads: float32, or bfloat16 as `store.tensors` has it.
 Array = NDArray[Any]
@@ -75,10 +79,13 @@ APART = (
 )
 
 
-def unknown_part(model: spec.ModelSpec) -> str:
+def unknown_part(model: spec.ModelSpec, *, kv_cache: KVCache = "float") -> str:
     """Return what a model of this spec has that the C file cannot run; empty if it can."""
     if found := _unknown(model):
         return found
+    wide = max(block.attention.head_width(model.d_model) for block in model.decoder.blocks())
+    if kv_cache == "int8" and wide > WIDEST_ROUNDED:
+        return f"heads of {wide} numbers, and in 8 bits it keeps those of {WIDEST_ROUNDED} at most"
     if not all(block.attention.causal for block in model.decoder.blocks()):
         return "its decoder is not causal"
     for block in model.encoder.blocks() if model.encoder is not None else ():
@@ -252,7 +259,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("width", "groups", "window", "layer")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_float) for name in ("number", "cap")),
-        *((name, ctypes.c_int32) for name in ("onto", "gated", "causal")),
+        *((name, ctypes.c_int32) for name in ("onto", "gated", "causal", "rounded")),
     )
 
 
@@ -267,13 +274,17 @@ class _Floating(ctypes.Structure):
 
 
 class Program:
-    """Operations over buffers, the widest row of each buffer, and the size of a page.
+    """Operations over buffers, the widest row of each buffer, and the size of a page in floats.
 
-    `stack` is the prefix of the names of the side that is written.
+    `stack` is the prefix of the names of the side that is written, `kv_cache` the form of the keys
+    and values of a sequence's own past.
     """
 
-    def __init__(self, model: spec.ModelSpec, source: Source, stack: str) -> None:
+    def __init__(
+        self, model: spec.ModelSpec, source: Source, stack: str, kv_cache: KVCache = "float"
+    ) -> None:
         self.model, self.source, self.prefix = model, source, stack
+        self.kv_cache: KVCache = kv_cache
         self.ops: list[Op] = []
         self.widths = [1] * BUFFERS
         self.page = 0
@@ -535,8 +546,9 @@ class Program:
             number=_scale(attention, H),
             cap=attention.softcap or 0.0,
             causal=attention.causal,
+            rounded=self.kv_cache == "int8",
         )
-        self.page += 2 * PAGE * K * H
+        self.page += K * head_floats(H, self.kv_cache)
 
     def qk_norm(
         self, name: str, attention: spec.Attention, N: int, K: int, row: int, first: int = 0
@@ -560,9 +572,17 @@ class Program:
 
     def remember(self, memory: int, K: int, H: int, row: int, *, first: int) -> None:
         """Add the writing of keys and values, which are side by side in a row."""
-        width = (row, row)
         self.add(
-            REMEMBER, WIDE, WIDE, width, form=memory, first=first, count=K, width=H, layer=self.page
+            REMEMBER,
+            WIDE,
+            WIDE,
+            (row, row),
+            form=memory,
+            first=first,
+            count=K,
+            width=H,
+            layer=self.page,
+            rounded=memory == OWN and self.kv_cache == "int8",
         )
 
     def cross(self, name: str, attention: spec.Attention, source: int, layer: int) -> None:
@@ -737,13 +757,26 @@ def _scale(attention: spec.Attention, d_head: int) -> float:
     return 1 / math.sqrt(d_head) if attention.scale is None else attention.scale
 
 
-def programs(model: spec.ModelSpec, source: Source) -> tuple[Program, Program | None, int]:
+def head_floats(H: int, kv_cache: KVCache) -> int:
+    """Return the room that a head's keys and values take in a page, in floats (`room_of` in C)."""
+    match kv_cache:
+        case "float":
+            return 2 * PAGE * H
+        case "int8":
+            return 2 * PAGE * (H + 4 * -(-H // KV_GROUP)) // 4
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def programs(
+    model: spec.ModelSpec, source: Source, *, kv_cache: KVCache = "float"
+) -> tuple[Program, Program | None, int]:
     """Return the decoder's program, the encoder's or None, and the size of a page of a source.
 
     The encoder's ends with the keys and values that cross-attention reads, layer by layer.
     """
     both, cross_layers, page = model.encoder is not None, [], 0
-    decoder = Program(model, source, "decoder." if both else "")
+    decoder = Program(model, source, "decoder." if both else "", kv_cache)
     for block in model.decoder.blocks():
         cross_layers.append(page)
         if block.cross is not None:

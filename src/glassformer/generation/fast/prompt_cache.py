@@ -2,7 +2,8 @@
 
 An entry is a safetensors file: the full pages of keys and values of one prompt, and their token
 ids. Its name begins with a digest of all that these numbers depend on: spec, weights and their
-types, the C code and the instructions in use; entries of other models are not opened. A position's
+types, the form of keys and values (pages with some of 8 bits are written as bytes), the C code
+and the instructions in use; other entries are not opened. A position's
 keys and values have the same bits however its prompt was read, so an entry changes no bit of an
 answer.
 """
@@ -24,6 +25,7 @@ from glassformer.generation.prompts import shared_length
 from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
 from glassformer.models.model import Model
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import to_json
 from glassformer.store.checkpoint import write_synced
@@ -39,9 +41,9 @@ LEAST = 1
 Pages = NDArray[np.float32]
 
 
-def model_digest(model: Model) -> str:
+def model_digest(model: Model, *, kv_cache: KVCache = "float") -> str:
     """Return a digest of everything that the keys and values of a prompt depend on."""
-    made = hashlib.sha256(f"{FORMAT} {digest()} {c_library.variant()}".encode())
+    made = hashlib.sha256(f"{FORMAT} {kv_cache} {digest()} {c_library.variant()}".encode())
     made.update(to_json(model.spec).encode())
     for name, part in model.named_modules():
         made.update(f"{name} {type(part).__qualname__}\n".encode())
@@ -54,12 +56,16 @@ def model_digest(model: Model) -> str:
 class PromptCache:
     """A folder of prompts that one model has read; it is made when the first is kept."""
 
-    def __init__(self, folder: Path, model: Model, *, page: int) -> None:
+    def __init__(
+        self, folder: Path, model: Model, *, page: int, kv_cache: KVCache = "float"
+    ) -> None:
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is not a folder", hint="prompts are kept in a folder")
         self.folder = folder
-        self.model = model_digest(model)
+        self.model = model_digest(model, kv_cache=kv_cache)
         self.page, self.positions = page, model.spec.max_seq_len
+        #: What the numbers of a file are: codes of 8 bits and their scales are bytes together.
+        self.kind = np.dtype(np.float32 if kv_cache == "float" else np.uint8)
 
     def find(self, prompt: Sequence[int]) -> tuple[int, Pages] | None:
         """Return the longest beginning of a prompt that is here: its length and its pages.
@@ -87,7 +93,7 @@ class PromptCache:
         before = self._entries()
         beside = self.folder / f".{name}.{os.getpid()}"
         try:
-            write_synced(beside, [tensor_bytes({"pages": pages}, metadata=about)])
+            write_synced(beside, [tensor_bytes({"pages": pages.view(self.kind)}, metadata=about)])
             beside.replace(self.folder / name)
         except OSError as error:
             raise MachineError(f"the prompt cannot be kept: {error}", where=str(beside)) from error
@@ -130,8 +136,10 @@ class PromptCache:
     def _pages(self, path: Path) -> Pages:
         found: dict[str, NDArray[Any]] = read_tensors(path)
         pages, count = found.get("pages"), len(self._tokens(path))
-        if pages is None or pages.dtype != np.float32 or pages.shape != (count // PAGE, self.page):
-            raise self._bad(path, f"it does not have {count // PAGE} pages of {self.page} numbers")
+        width = self.page * 4 // self.kind.itemsize
+        if pages is None or pages.dtype != self.kind or pages.shape != (count // PAGE, width):
+            raise self._bad(path, f"it does not have {count // PAGE} pages of {width} numbers")
+        pages = pages.view(np.float32)
         if _digest(pages) != self._about(path).get("sha256"):
             raise self._bad(path, "its bytes have changed since it was written")
         return pages

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glassformer.costs.estimates import cache_bytes
 from glassformer.generation.fast.block import FastAttention, FastModel, Places
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.projection import (
@@ -38,6 +39,7 @@ from glassformer.kernels.threads import torch_on_one_thread
 from glassformer.models.model import Holder, Model
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.ffn import activate
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -340,8 +342,15 @@ class NativeSlots(Slots):
     cuts_prompts = True
     invariant = True
 
-    def __init__(self, model: Model | Holder, *, slots: int, context: int | None = None) -> None:
-        self.stepper = NativeStepper(model)
+    def __init__(
+        self,
+        model: Model | Holder,
+        *,
+        slots: int,
+        context: int | None = None,
+        kv_cache: KVCache = "float",
+    ) -> None:
+        self.stepper = NativeStepper(model, kv_cache=kv_cache)
         spec = self.stepper.model.spec
         super().__init__(spec, slots=slots, context=context or spec.max_seq_len)
         if spec.encoder is not None:
@@ -679,16 +688,21 @@ class OneByOneSlots(Slots):
     cuts_prompts = False
     invariant = True
 
-    def __init__(self, stepper: Stepper, spec: ModelSpec, *, slots: int, context: int) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        spec: ModelSpec,
+        *,
+        slots: int,
+        context: int,
+        kv_cache: KVCache = "float",
+    ) -> None:
         super().__init__(spec, slots=slots, context=context)
         self.stepper = stepper
         self.pasts: list[Past | None] = [None] * slots
         self.sources: list[tuple[int, ...] | None] = [None] * slots
         self._position = [0] * slots
-        self._bytes = 0
-        for block in spec.decoder.blocks():
-            width = block.attention.kv_heads * block.attention.head_width(spec.d_model)
-            self._bytes += 2 * 4 * slots * context * width
+        self._bytes = cache_bytes(spec, batch=slots, length=context, itemsize=4, kv_cache=kv_cache)
 
     def begin(self, slot: int, source: tuple[int, ...] | None) -> None:
         """Set what the encoder reads for the next sequence of a slot."""

@@ -13,6 +13,7 @@ from glassformer.generation.fast.native import NativePast, Rows
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts, shared_length
 from glassformer.models.model import Holder, Model
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 
 # B batch (always 1), V vocab
@@ -21,8 +22,14 @@ from glassformer.spec.errors import InputError
 class WarmStepper(NativeStepper):
     """A native step for one decoder; `reused` counts the tokens that were not read again."""
 
-    def __init__(self, model: Model | Holder, *, prompt_cache: Path | None = None) -> None:
-        super().__init__(model, prompt_cache=prompt_cache)
+    def __init__(
+        self,
+        model: Model | Holder,
+        *,
+        prompt_cache: Path | None = None,
+        kv_cache: KVCache = "float",
+    ) -> None:
+        super().__init__(model, prompt_cache=prompt_cache, kv_cache=kv_cache)
         if self.model.spec.encoder is not None:
             raise InputError("a conversation needs a decoder", hint="use NativeStepper")
         self._past: NativePast | None = None

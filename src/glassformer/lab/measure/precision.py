@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glassformer.adapters.any_model import quantize
 from glassformer.adapters.base import BaseAdapter
+from glassformer.costs.estimates import cache_bytes
 from glassformer.data.batch import Batch
 from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
@@ -30,6 +31,7 @@ from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, weights_of
+from glassformer.nn.cache import GrowingCache
 from glassformer.nn.linear import Linear
 from glassformer.quant.backends.choose import FLOAT
 from glassformer.quant.contents import (
@@ -40,8 +42,9 @@ from glassformer.quant.contents import (
 )
 from glassformer.quant.convert import quantized_layers
 from glassformer.quant.smooth import smoothed_alike
-from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import coverage
 from glassformer.spec.schemes import NAMES, scheme_class
 from glassformer.store.tensors import CODES, Arrays, tensor_chunks
@@ -53,6 +56,8 @@ PREFILL, NEW = 64, 32
 ROUNDS = 5
 #: Positions that are paired with themselves as one: a long example has several such pieces.
 PAIRED = 128
+#: One batch in so many shows what an 8-bit cache would cost.
+CACHED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +110,33 @@ class Operands:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCost:
+    """What decoding with keys and values in 8 bits costs a model, beside those as computed.
+
+    Bytes are of one position: float32, then 8 bits. The predictions are those of complete windows
+    whose keys and values are all rounded, as decoding would have rounded them.
+    """
+
+    bytes_per_position: tuple[int, int]
+    agreement: Agreement
+
+    def __str__(self) -> str:
+        (before, after), found = self.bytes_per_position, self.agreement
+        error = "" if found.change_error is None else f" ± {found.change_error:.3%}"
+        return (
+            f"{after:,} bytes a position, {before:,} in float32 ({after / before:.3f}x); "
+            f"perplexity {found.change:+.3%}{error}, divergence {found.full_to_small.mean:.6f}, "
+            f"same likeliest answer {found.top1:.2%}, {found.positions:,} positions"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that `glass quantize` prints, as text when printed.
 
     Pairs are of (full, small). Bytes on disk are None for models in memory; `note` says what those
-    before are of, where that is not plain.
+    before are of, where that is not plain. `kv_cache` is what an 8-bit cache would cost the small
+    model on top, on some of the batches; None where it continues no sequence.
     """
 
     resident: tuple[int, int]
@@ -120,6 +147,7 @@ class Comparison:
     backends: tuple[str, ...]
     material: str
     operands: Operands | None = None
+    kv_cache: CacheCost | None = None
     disk: tuple[int, int] | None = None
     note: str = ""
 
@@ -157,6 +185,8 @@ class Comparison:
             parts = asdict(self.operands).items()
             alone = ", ".join(f"{name} {value:.5f}" for name, value in parts)
             lines.append(f"divergence, by cause   {alone}")
+        if self.kv_cache is not None:
+            lines.append(f"with --kv-cache int8   {self.kv_cache}")
         worst = "; ".join(f"{path} {error:.2%}" for path, error in self.layers)
         return "\n".join([*lines, f"worst layers           {worst}"])
 
@@ -195,7 +225,30 @@ def compare(
         backends=quantization_report(small).backends,
         material=material,
         operands=_operands(full, small, batches[0]),
+        kv_cache=cache_cost(small, batches[: -(-len(batches) // CACHED)]),
     )
+
+
+class Rounding:
+    """A model whose forwards round all keys and values, as decoding with such a cache does."""
+
+    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+        self.model, self.spec, self.kv_cache = model, model.spec, kv_cache
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        logits: dict[str, Tensor] = self.model(batch, cache=GrowingCache(kv_cache=self.kv_cache))
+        return logits
+
+
+def cache_cost(model: Model, batches: Sequence[Batch]) -> CacheCost | None:
+    """Measure what an 8-bit cache costs a model; None if it predicts no next token."""
+    if "next" not in model.spec.head_names() or "next" not in batches[0].targets:
+        return None
+    float32, int8 = (
+        cache_bytes(model.spec, batch=1, length=1, itemsize=4, kv_cache=kv_cache)
+        for kv_cache in ("float", "int8")
+    )
+    return CacheCost((float32, int8), agree(model, Rounding(model, "int8"), batches))
 
 
 @torch.no_grad()
@@ -229,8 +282,17 @@ def _operands(full: Model, small: Model, batch: Batch) -> Operands:
     )
 
 
+class Predicts(Protocol):
+    """What is compared: logits of every head, for a batch."""
+
+    spec: ModelSpec
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """Return logits by the name of the head."""
+
+
 @torch.no_grad()
-def agree(full: Model, small: Model, batches: Sequence[Batch]) -> Agreement:
+def agree(full: Predicts, small: Predicts, batches: Sequence[Batch]) -> Agreement:
     """Return perplexities, divergences both ways, and how often the top prediction agrees."""
     nll, same, count, weight, examples = np.zeros(2), 0, 0, 0.0, 0
     tallies = [_Tally(), _Tally()]
