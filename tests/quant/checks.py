@@ -223,10 +223,62 @@ def least_squares_are_less() -> None:
     for scheme in SCHEMES:
         weight = matrix()
         plain = (dequantize(quantize_tensor(weight, scheme)) - weight).square().sum()
-        least = dequantize(quantize_tensor(weight, scheme, least_squares=True)) - weight
+        least = dequantize(quantize_tensor(weight, scheme, method="mse")) - weight
         assert least.square().sum() <= plain, scheme
         if isinstance(scheme, Int4):
             assert least.square().sum() < 0.97 * plain
+
+
+def hqq_by_definition(group: torch.Tensor, scheme: Int4) -> torch.Tensor:
+    """One group, an entry at a time, in float64: the best of 21 turns, as its values."""
+    rules = codec(scheme)
+    unit = rules.unit(group[None])
+    scale, zero = (float(part) for part in rules.grid(group[None], unit_O1=unit))
+    first, weigh, found = scale, 10.0, []
+    x = [float(entry) for entry in group]
+    for _ in range(21):
+        levels = [min(15, max(0, round(entry / scale + zero))) for entry in x]
+        values = [(level - zero) * scale for level in levels]
+        errors = [(entry - value) / first for entry, value in zip(x, values, strict=True)]
+        found.append((sum(abs(error) ** 0.7 for error in errors), values))
+        kept = [
+            math.copysign(max(0.0, abs(e) - abs(e) ** -0.3 / weigh), e) if e else 0.0 for e in errors
+        ]
+        rest = [entry - one * first for entry, one in zip(x, kept, strict=True)]
+        if scheme.symmetric:
+            units = [level - 8 for level in levels]
+            above = sum(u * entry for u, entry in zip(units, rest, strict=True))
+            fitted = above / sum(u * u for u in units)
+            scale = min(255, max(1, round(fitted / float(unit)))) * float(unit)
+        else:
+            off = [level - entry / scale for level, entry in zip(levels, rest, strict=True)]
+            zero = min(255, max(0, round(16 * sum(off) / len(off)))) / 16
+        weigh *= 1.01
+    return torch.tensor(min(found)[1])
+
+
+def hqq_is_its_definition() -> None:
+    weight = noise(3, 64, seed=9).pow(3) + 0.2
+    for scheme in (Int4(group=64), Int4(group=64, symmetric=True)):
+        found = dequantize(quantize_tensor(weight, scheme, method="hqq"))
+        for row, group in zip(found, weight, strict=True):
+            assert torch.allclose(row, hqq_by_definition(group, scheme), rtol=1e-5), scheme
+
+
+def hqq_is_no_worse_than_the_full_range() -> None:
+    """By its own measure, for each group; short groups, whose zeros are far off, gain most."""
+    for scheme in SCHEMES:
+        if isinstance(scheme, Float8):
+            continue
+        weight, rules = matrix(), codec(scheme)
+        sums = []
+        for method in ("absmax", "hqq"):
+            tensor = quantize_tensor(weight, scheme, method=method)
+            off = rules.grouped(dequantize(tensor) - weight).abs().pow(0.7)
+            sums.append(off.sum(-1))
+        assert bool((sums[1] <= 1.0001 * sums[0]).all()), scheme
+        if isinstance(scheme, Int4) and scheme.fine and scheme.group == 32:
+            assert float(sums[1].sum()) < 0.99 * float(sums[0].sum()), scheme
 
 
 def gptq_keeps_products() -> None:
@@ -245,7 +297,7 @@ def _gptq_keeps_products() -> None:
             float((mixed @ dequantize(tensor).T - exact).norm() / exact.norm())
             for tensor in (
                 quantize_tensor(weight, scheme),
-                quantize_tensor(weight, scheme, least_squares=True),
+                quantize_tensor(weight, scheme, method="mse"),
                 quantize_with_inputs(weight, scheme, moment_II=mixed.T @ mixed),
             )
         ]

@@ -44,7 +44,7 @@ from glassformer.quant.schemes import (
 )
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec, layer_of, targets, untied
-from glassformer.spec.schemes import Method, Scheme
+from glassformer.spec.schemes import Method, Scheme, Search
 
 Select = Callable[[str, nn.Module], bool]
 #: A layer that can be quantized.
@@ -188,8 +188,9 @@ def _quantized(
         assert isinstance(module, WATCHED)
         moment_II = module.watch.moment_II
         return quantize_with_inputs(module.weight, scheme, moment_II=moment_II)
-    least = method == "mse"
-    return quantize_tensor(module.weight, scheme, least_squares=least, inputs_I=inputs_I)
+    # Training with rounded weights has rounded them over their full range.
+    search: Search = "absmax" if method == "qat" else method
+    return quantize_tensor(module.weight, scheme, method=search, inputs_I=inputs_I)
 
 
 def _is_head(model: Model, module: nn.Module) -> bool:

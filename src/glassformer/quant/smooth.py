@@ -39,7 +39,7 @@ from glassformer.quant.mixed import wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
-from glassformer.spec.schemes import Scheme
+from glassformer.spec.schemes import Scheme, Search
 
 # B batch, T length, M rows, O outputs, I inputs, D d_model, G groups, K key-value heads, H d_head
 
@@ -305,12 +305,12 @@ def smooth(
     schemes: Mapping[str, Scheme],
     *,
     samples: dict[str, Sample] | None = None,
-    least_squares: bool = False,
+    method: Search = "absmax",
 ) -> list[Smoothed]:
     """Move outliers of activations into weights; return what was done, link by link.
 
-    `schemes` has the scheme of each layer that is going to be quantized, by path; `least_squares`
-    says whether their grids will be searched for. Samples that are given are those of the smoothed
+    `schemes` has the scheme of each layer that is going to be quantized, by path; `method`
+    says how their grids will be found. Samples that are given are those of the smoothed
     model afterwards.
     """
     bare = model_of(model)
@@ -328,7 +328,7 @@ def smooth(
             scale_C = _powers_of_two(size_C, exponent)
             scale_I = scale_C[link.channel_I.to(scale_C.device)]
             error = sum(
-                _error(bare.get_submodule(path), schemes[path], sample, scale_I, least_squares)
+                _error(bare.get_submodule(path), schemes[path], sample, scale_I, method)
                 for path in readers
             ) / len(readers)
             if best is None:
@@ -367,9 +367,10 @@ def quantize_on(
     done: list[Smoothed] = []
     if smoothing:
         schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}
-        least = spec.resolved_method != "absmax"
+        wish = spec.resolved_method
+        search: Search = wish if wish in ("absmax", "hqq") else "mse"
         few = batches[:SMOOTHING]
-        done = smooth(bare, few, schemes, samples=samples, least_squares=least)
+        done = smooth(bare, few, schemes, samples=samples, method=search)
     if spec.mean_bits is not None:
         spec = replace(spec, wider=wider_layers(bare, batches, spec, select=select))
     if spec.resolved_method == "gptq":
@@ -426,7 +427,7 @@ def _powers_of_two(size_C: Tensor, exponent: float) -> Tensor:
 
 
 def _error(
-    layer: nn.Module, scheme: Scheme, sample: Sample, scale_I: Tensor, least_squares: bool
+    layer: nn.Module, scheme: Scheme, sample: Sample, scale_I: Tensor, method: Search
 ) -> float:
     """Return the relative error of some rounded products, activations rounded too."""
     assert isinstance(layer, Linear)
@@ -434,9 +435,7 @@ def _error(
     rows_MI = sample.rows_MI
     wanted_MO = rows_MI @ weight_OI.T
     sizes_I = sample.rms_I / scale_I
-    tensor = quantize_tensor(
-        weight_OI * scale_I, scheme, least_squares=least_squares, inputs_I=sizes_I
-    )
+    tensor = quantize_tensor(weight_OI * scale_I, scheme, method=method, inputs_I=sizes_I)
     rounded_OI = dequantize(tensor)
     found_MO = rounded_inputs(rows_MI / scale_I, scheme) @ rounded_OI.T
     off = (found_MO - wanted_MO).square().sum() / wanted_MO.square().sum().clamp(min=1e-30)

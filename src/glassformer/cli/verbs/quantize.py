@@ -46,7 +46,7 @@ def quantize(
         typer.Option("--symmetric/--asymmetric", help="By default int8 is symmetric, int4 not."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="absmax, mse or gptq: how scales are found.")
+        str | None, typer.Option(help="absmax, mse, hqq or gptq: how scales are found.")
     ] = None,
     calibrate: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
