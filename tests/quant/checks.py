@@ -28,6 +28,7 @@ from glassformer.quant.convert import (
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, fake_quantize
 from glassformer.quant.mixed import harms
+from glassformer.quant.rotate import hadamard, rotate, rotation_of
 from glassformer.quant.schemes import (
     QuantizedTensor,
     codec,
@@ -38,6 +39,7 @@ from glassformer.quant.schemes import (
     quantize_with_inputs,
 )
 from glassformer.spec import presets
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import SCHEMES as KINDS
 from glassformer.spec.schemes import Float8, Int4, Int8, Scheme
@@ -72,8 +74,9 @@ def matrix(outputs: int = 37, inputs: int = 256) -> torch.Tensor:
     return weight
 
 
-def model(name: str = "qwen") -> Model:
-    made = build(presets.preset(name), generator=torch.Generator().manual_seed(0))
+def model(of: str | ModelSpec = "qwen") -> Model:
+    spec = presets.preset(of) if isinstance(of, str) else of
+    made = build(spec, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for i, p in enumerate(made.parameters()):
             if p.ndim == 1:
@@ -354,6 +357,64 @@ def harm_is_what_rounding_does() -> None:
 
 
 # --- layers and backends --------------------------------------------------------------------------
+
+
+def hadamard_matrices_are_orthogonal() -> None:
+    """Entries of 1 and -1, rows orthogonal: exactly, and at widths of real models."""
+    for order in (1, 2, 4, 12, 20, 28, 36, 64, 576, 640, 896):
+        made = hadamard(order)
+        assert made is not None and made.shape == (order, order)
+        assert bool((made.abs() == 1).all())
+        assert torch.equal(made @ made.T, order * torch.eye(order, dtype=made.dtype)), order
+    assert hadamard(6) is None and hadamard(100) is None
+    for width in (6, 36, 100):
+        turn = rotation_of(width, torch.Generator().manual_seed(width))
+        assert torch.allclose(turn @ turn.T, torch.eye(width, dtype=turn.dtype), atol=1e-13)
+        assert not torch.allclose(turn, turn.T)  # signs, so that a wrong transpose shows
+
+
+def to_be_rotated() -> list[Model]:
+    """Tied and not, experts, biases everywhere, gains of an offset, one norm for both parts."""
+    block = "decoder.layers.0.block"
+    specs = [
+        presets.preset("qwen"),
+        override(presets.preset("qwen", qk_norm=False), f"{block}.attention.bias=all"),
+        override(presets.preset("qwen"), f"{block}.placement=parallel_shared", "heads.0.tied=false"),
+        override(
+            presets.preset("qwen"), f"{block}.norm.offset=true", "decoder.final_norm.offset=true"
+        ),
+        presets.preset("moe"),
+    ]
+    return [model(spec).double().eval() for spec in specs]
+
+
+def rotated_is_the_same_function() -> None:
+    for full in to_be_rotated():
+        before = logits(full)
+        for what in ("values", "all"):
+            turned = copy.deepcopy(full)
+            done = rotate(turned, what)
+            apart = float((logits(turned) - before).abs().max() / before.abs().max())
+            assert apart < 1e-10, (full.spec, what, apart)
+            was, now = (one.blocks[0].attn for one in (full, turned))
+            assert not torch.allclose(was.v_proj.weight, now.v_proj.weight)
+            assert torch.equal(was.q_proj.weight, now.q_proj.weight) == (what == "values")
+            assert done.values == len(full.blocks) and bool(done.stream) == (what == "all")
+
+
+def rotations_leave_no_outliers() -> None:
+    """A channel of the stream that is 100 times too large, in every layer, is spread over all."""
+    full = model().double().eval()
+    with torch.no_grad():
+        full.embed.weight[:, 17] *= 100.0
+        for block in full.blocks:
+            for writer in (block.attn.o_proj, block.ffn.down_proj):
+                writer.weight[17] *= 100.0
+    turned = copy.deepcopy(full)
+    rotate(turned, "all")
+    for one, bound in ((full, (20.0, 1e9)), (turned, (1.0, 3.0))):
+        sizes = one.embed.weight.detach().square().mean(0).sqrt()
+        assert bound[0] < float(sizes.max() / sizes.median()) < bound[1]
 
 
 def backends_are_within_their_bound() -> None:

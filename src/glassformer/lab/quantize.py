@@ -47,6 +47,7 @@ from glassformer.quant.convert import (
     quantized_layers,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.rotate import Rotated, rotate
 from glassformer.quant.schemes import quantize_tensor
 from glassformer.quant.smooth import (
     SMOOTHING,
@@ -59,7 +60,7 @@ from glassformer.quant.smooth import (
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.quantization import QuantSpec, Rotation
 from glassformer.spec.schemes import Scheme
 from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
@@ -334,6 +335,7 @@ class Wish:
     calibrate: Path | None = None
     text: Path | None = None
     smooth: bool = True
+    rotate: Rotation | None = None
     qat_steps: int = 0
     auto: bool = False
     backend: str = "auto"
@@ -357,6 +359,7 @@ class Outcome:
     wider: tuple[str, ...] = ()
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
+    rotated: Rotated | None = None
     outliers: list[Outlier] = field(default_factory=list)
     warnings: tuple[str, ...] = ()
 
@@ -381,6 +384,8 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         check_data(task, recorded)
     material = _material(wish, adapter, task)
     small, timings, select = copy.deepcopy(full), [], None
+    turned = None if wish.rotate is None else rotate(small, wish.rotate)
+    alike = full if turned is None else copy.deepcopy(small)
     if wish.auto:
         timings = time_layers(small, wish.spec, backend=wish.backend)
         if not any(timing.wins for timing in timings):
@@ -390,7 +395,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
                 hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
-    samples = inputs_of_layers(full, material.calibrating[:SMOOTHING])
+    samples = inputs_of_layers(alike, material.calibrating[:SMOOTHING])
     large = outliers(samples)
     smoothed: list[Smoothed] = []
     if wish.qat_steps:
@@ -414,7 +419,13 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     opened = load(out, device=wish.device).model
     assert isinstance(opened, Model), "save_model has written one of ours"
     disk = (before, _bytes(out))
-    comparison = compare(full, opened, material.measuring, material=material.origin)
+    comparison = compare(
+        full,
+        opened,
+        material.measuring,
+        material=material.origin,
+        rotated=None if turned is None else alike,
+    )
     kept = tuple(timing.path for timing in timings if not timing.wins)
     report = quantization_report(opened)
     return Outcome(
@@ -427,6 +438,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
         smoothed=smoothed,
+        rotated=turned,
         outliers=large,
         warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
     )

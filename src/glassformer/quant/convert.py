@@ -105,7 +105,8 @@ def prepare_model_for_quantization(
     _check_chosen(spec)
     if (spec.resolved_method == "qat") != (mode == "qat") and spec.method is not None:
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
-    _untie(bare, spec)
+    if spec.tied == "untie":
+        untie(bare)
     for module, scheme in plan(bare, spec, select=select).values():
         become(module, PREPARED_CLASSES[mode][isinstance(module, TokenEmbedding)])
         assert isinstance(module, PREPARED)
@@ -167,7 +168,8 @@ def quantize_model(
                 hint="prepare_model_for_quantization, then batches or training, then this",
             )
         _check_chosen(spec)
-        _untie(bare, spec)
+        if spec.tied == "untie":
+            untie(bare)
         chosen = list(plan(bare, spec, select=select).values())
     paths = {module: path for path, module in bare.named_modules()}
     for module, scheme in chosen:
@@ -268,10 +270,8 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 holder._modules[name] = new
 
 
-def _untie(model: Model, spec: QuantSpec) -> None:
+def untie(model: Model) -> None:
     """Give a tied head its own copy of the table, and untie the spec."""
-    if spec.tied != "untie":
-        return
     model.spec = untied(model.spec)
     for name, head in list(model.heads.items()):
         embed = model.output_embedding()

@@ -4,7 +4,7 @@ import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -12,6 +12,7 @@ from glassformer.cli.shell import resolve
 from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import end, tell
+from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import BY_BITS, SCHEMES, Method
@@ -66,6 +67,14 @@ def quantize(
             "--no-smooth looks at the weights alone, unless it calibrates.",
         ),
     ] = True,
+    rotate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Mix channels by Hadamard matrices that neighbouring weights absorb: values, "
+            "within heads, or all, the residual stream too (which unties a tied head).",
+        ),
+    ] = None,
     qat: Annotated[
         int,
         typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
@@ -116,7 +125,7 @@ def quantize(
             raise InputError("--dequantize computes nothing", hint="leave out --device")
         _undo(path, out=Path(out), as_json=as_json)
         return
-    from glassformer.spec.quantization import Indivisible, Tied, quant_spec
+    from glassformer.spec.quantization import Indivisible, Rotation, Tied, quant_spec
 
     # QuantSpec checks each choice
     spec = quant_spec(
@@ -131,11 +140,14 @@ def quantize(
     )
     from glassformer.lab.quantize import Wish
 
+    if rotate is not None:
+        one_of("--rotate", rotate, get_args(Rotation))
     wish = Wish(
         spec=spec,
         calibrate=None if calibrate is None else Path(calibrate),
         text=None if text is None else Path(text),
         smooth=smooth,
+        rotate=cast(Rotation | None, rotate),
         qat_steps=qat,
         auto=auto,
         backend=backend,
@@ -208,6 +220,7 @@ def _as_json(outcome: "Outcome") -> str:
         "kept_float": list(outcome.kept),
         "wider": list(outcome.wider),
         "smoothed": [asdict(link) for link in outcome.smoothed],
+        "rotated": None if outcome.rotated is None else asdict(outcome.rotated),
         "outliers": [asdict(one) for one in outcome.outliers],
         "warnings": list(outcome.warnings),
         "timings": [
@@ -235,6 +248,12 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
         lines.append(
             f"outlier channels       {len(outcome.outliers)}, size over the median channel's: "
             f"{shown}"
+        )
+    if outcome.rotated is not None:
+        stream = f", the stream of {outcome.rotated.stream}" if outcome.rotated.stream else ""
+        loose = "; the head is untied for it" if outcome.rotated.untied else ""
+        lines.append(
+            f"rotated                values of {outcome.rotated.values} attentions{stream}{loose}"
         )
     if outcome.smoothed:
         before, after = (
