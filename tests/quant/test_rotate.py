@@ -20,7 +20,7 @@ REFUSED = {
     "core": "blocks.0.attn_norm is a LayerNorm, which subtracts the mean",
     "gemma": "a norm follows its parts",
     "seq2seq": "an encoder-decoder has two",
-    "fsm-probe": "the embedding is factorized",
+    "fsm-factorized": "the embedding is factorized",
     "digits": "positions are added that are no weights",
 }
 

@@ -30,12 +30,13 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
+from glassformer.nn.embedding import TiedHead
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
 from glassformer.quant.layers import QuantizedWeight, real_rows
-from glassformer.quant.mixed import wider_layers
+from glassformer.quant.mixed import small_enough, wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
@@ -112,7 +113,10 @@ class Outlier:
 def inputs_of_layers(
     model: Model | Holder, batches: Iterable[Any], *, kept: int = KEPT
 ) -> dict[str, Sample]:
-    """Return what each linear layer of the blocks is given, on real tokens of the batches."""
+    """Return what each linear layer of the blocks is given, on real tokens of the batches.
+
+    Also what the next-token head is given, under the name of its layer or of the table it shares.
+    """
     bare = model_of(model)
     batches = list(batches)
     if not batches:
@@ -136,15 +140,27 @@ def inputs_of_layers(
         for path, part in bare.named_modules()
         if isinstance(part, Linear) and ".blocks." in f".{path}"
     }
+    head = _head_path(bare)
     bare.eval()
     for batch in batches:
         inputs = bare.inputs(batch)
         with _seen(linears, see):
-            bare.hidden(inputs)
+            hidden_BTD = bare.hidden(inputs)
+        if head is not None:
+            see(head, hidden_BTD)
     return {
         path: Sample((squares[path] / rows[path]).sqrt().float(), torch.cat(samples[path]))
         for path in squares
     }
+
+
+def _head_path(model: Model) -> str | None:
+    """Return the name of the layer that the next-token head multiplies by; None without one."""
+    if "next" not in model.heads:
+        return None
+    head = model.heads["next"]
+    layer = model.output_embedding() if isinstance(head, TiedHead) else head
+    return next(path for path, part in model.named_modules() if part is layer)
 
 
 def outliers(samples: Mapping[str, Sample], *, times: float = OUTLIER) -> list[Outlier]:
@@ -360,10 +376,12 @@ def quantize_on(
     """Smooth and quantize a model by what its layers are given on these batches.
 
     Grids are chosen by the errors of products (`mse`), or GPTQ is run on all the batches. Where the
-    spec has a mean number of bits, layers that get 8 are chosen here.
+    spec has a mean number of bits, layers that get 8 are chosen here; a table that is most of a
+    model of 4 bits has 4 bits too (`mixed.small_enough`).
     """
     bare = model_of(model)
     samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
+    spec = small_enough(bare.spec, spec)
     done: list[Smoothed] = []
     if smoothing:
         schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}

@@ -183,7 +183,7 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
     if as_json:
         print(_as_json(outcome))
         return
-    print(_as_text(outcome, wish.spec), flush=True)
+    print(_as_text(outcome), flush=True)
     for said in outcome.warnings:
         tell(f"warning: {said}")
     end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
@@ -216,9 +216,11 @@ def _as_json(outcome: "Outcome") -> str:
     found = {
         "folder": str(outcome.folder),
         "quantized_layers": outcome.layers,
+        "method": outcome.method,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
         "wider": list(outcome.wider),
+        "narrowed": outcome.narrowed,
         "smoothed": [asdict(link) for link in outcome.smoothed],
         "rotated": None if outcome.rotated is None else asdict(outcome.rotated),
         "outliers": [asdict(one) for one in outcome.outliers],
@@ -231,14 +233,14 @@ def _as_json(outcome: "Outcome") -> str:
     return json.dumps(json_numbers(found), allow_nan=False)
 
 
-def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
+def _as_text(outcome: "Outcome") -> str:
     """Format the comparison for the terminal."""
     schemes = " and ".join(
         scheme if count == outcome.layers else f"{count} {scheme}"
         for scheme, count in outcome.schemes.items()
     )
     lines = [
-        f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
+        f"{outcome.layers} layers, {schemes} by {outcome.method}, "
         f"run by {', '.join(outcome.comparison.backends)}",
         "",
         str(outcome.comparison),
@@ -264,6 +266,8 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
             f"smoothed               {len(outcome.smoothed)} inputs of layers, exactly; "
             f"error of their products {before:.2%} -> {after:.2%}"
         )
+    if outcome.narrowed:
+        lines.append(f"the table              {outcome.narrowed}")
     if outcome.wider:
         lines.append(f"8 bits, where 4 cost most: {', '.join(outcome.wider)}")
     if outcome.kept:
