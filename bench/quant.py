@@ -140,7 +140,7 @@ def run(
     for count in (1, 2) if device == "cpu" else (threads,):
         torch.set_num_threads(count)
         for name, part in parts.items():
-            if only in name and (part is not layers or count == 1 or device != "cpu"):
+            if only in name:
                 yield from part(device=device, rounds=rounds)
     torch.set_num_threads(threads)
 

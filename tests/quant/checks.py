@@ -245,7 +245,8 @@ def hqq_by_definition(group: torch.Tensor, scheme: Int4) -> torch.Tensor:
         errors = [(entry - value) / first for entry, value in zip(x, values, strict=True)]
         found.append((sum(abs(error) ** 0.7 for error in errors), values))
         kept = [
-            math.copysign(max(0.0, abs(e) - abs(e) ** -0.3 / weigh), e) if e else 0.0 for e in errors
+            math.copysign(max(0.0, abs(e) - abs(e) ** -0.3 / weigh), e) if e else 0.0
+            for e in errors
         ]
         rest = [entry - one * first for entry, one in zip(x, kept, strict=True)]
         if scheme.symmetric:
@@ -379,7 +380,9 @@ def to_be_rotated() -> list[Model]:
     specs = [
         presets.preset("qwen"),
         override(presets.preset("qwen", qk_norm=False), f"{block}.attention.bias=all"),
-        override(presets.preset("qwen"), f"{block}.placement=parallel_shared", "heads.0.tied=false"),
+        override(
+            presets.preset("qwen"), f"{block}.placement=parallel_shared", "heads.0.tied=false"
+        ),
         override(
             presets.preset("qwen"), f"{block}.norm.offset=true", "decoder.final_norm.offset=true"
         ),

@@ -348,8 +348,9 @@ class Wish:
 class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
-    `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a mean number of bits left 8;
-    `narrowed` says why a table has 4 bits; `prompt` is a text to try the model with.
+    `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
+    mean number of bits left 8; `narrowed` says why a table has 4 bits; `prompt` is a text to try
+    the model with.
     """
 
     folder: Path
@@ -464,7 +465,9 @@ def _narrowed(wish: Wish, model: ModelSpec) -> str:
     if chosen.head == wish.spec.head or wish.qat_steps or not _looks_at_inputs(wish):
         return ""
     share = stored_bytes(model, wish.spec) / (4 * count_parameters(model))
-    more = "" if chosen.mean_bits is None else f"; other layers have {chosen.mean_bits:g} on average"
+    more = (
+        "" if chosen.mean_bits is None else f"; other layers have {chosen.mean_bits:g} on average"
+    )
     return (
         f"4 bits, as most weights are in it: with 8 and others of 4 the model would have "
         f"{share:.3f} of float32's bytes, and {AIM:g} is aimed at{more}"

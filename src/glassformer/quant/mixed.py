@@ -76,9 +76,7 @@ def stored_bytes(model: ModelSpec, spec: QuantSpec) -> int:
 def bits_within(model: ModelSpec, spec: QuantSpec, size: float) -> float:
     """Return the mean bits of layers with which a model has at most these bytes, to a hundredth."""
     inner = tuple(
-        layer_of(p.name)
-        for p in targets(model, spec.tied)
-        if p.role not in ("head", "embedding")
+        layer_of(p.name) for p in targets(model, spec.tied) if p.role not in ("head", "embedding")
     )
     least, most = (stored_bytes(model, replace(spec, wider=wide)) for wide in ((), inner))
     share = (size - least) / (most - least)

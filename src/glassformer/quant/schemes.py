@@ -644,8 +644,8 @@ def _searched_grid(
     return best_scale_OG, best_zero_OG
 
 
-# HQQ (Badri and Shaji, 2023): the sum of |error|^p, p < 1, instead of squares, so that the grid lies
-# by most weights and a few that are far off do not pull it. Half-quadratic splitting: a sparse
+# HQQ (Badri and Shaji, 2023): the sum of |error|^p, p < 1, instead of squares, so that the grid
+# fits most weights and a few that are far off do not pull it. Half-quadratic splitting: a sparse
 # error is set apart from the weights by shrinking, which is the least of |e|^p + b/2 (e - error)^2,
 # and the grid is fitted to what is left; both in turn, with b growing. Errors count steps of the
 # grid over the full range, so that b means the same for every group.
