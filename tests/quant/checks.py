@@ -27,7 +27,7 @@ from glassformer.quant.convert import (
     use_backend,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, fake_quantize
-from glassformer.quant.mixed import harms
+from glassformer.quant.mixed import AIM, harms, small_enough, stored_bytes
 from glassformer.quant.rotate import hadamard, rotate, rotation_of
 from glassformer.quant.schemes import (
     QuantizedTensor,
@@ -38,6 +38,7 @@ from glassformer.quant.schemes import (
     quantize_tensor,
     quantize_with_inputs,
 )
+from glassformer.quant.smooth import quantize_on
 from glassformer.spec import presets
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec
@@ -358,6 +359,27 @@ def harm_is_what_rounding_does() -> None:
 
 
 # --- layers and backends --------------------------------------------------------------------------
+
+
+def tables_that_dominate_are_narrow() -> None:
+    """A table that is most of a model gets 4 bits, so that all of it comes to the aim."""
+    spec = presets.preset("qwen", vocab_size=8_000, d_model=64, d_ff=160, n_layers=2)
+    wish, full = QuantSpec(scheme=Int4()), model(spec)
+    chosen = small_enough(spec, wish)
+    assert chosen.head == Int4() and chosen.mean_bits is not None and chosen.mean_bits > 5
+    small, _ = quantize_on(copy.deepcopy(full), [tokens(full, 4, 16)], wish)
+    bits = {path: layer.bits for path, layer in quantization_report(small).layers.items()}
+    assert bits["embed"] == 4 and set(bits.values()) == {4, 8}
+    floats = 4 * sum(p.numel() for p in full.parameters())
+    size = sum(array.nbytes for array in quantized_arrays(small)[1].values())
+    assert 0.95 * AIM * floats < size <= AIM * floats, size / floats
+    for other in (QuantSpec(), wish, QuantSpec(scheme=Int4(), head=Int4())):
+        made = quantize_model(copy.deepcopy(full), other)
+        size = sum(array.nbytes for array in quantized_arrays(made)[1].values())
+        assert stored_bytes(spec, other) == size, other
+    given = QuantSpec(scheme=Int4(), head=Int8())
+    for model_spec, asked in ((spec, given), (presets.preset("qwen"), wish), (spec, QuantSpec())):
+        assert small_enough(model_spec, asked) == asked
 
 
 def hadamard_matrices_are_orthogonal() -> None:

@@ -20,6 +20,7 @@ CHECKS = {
         checks.hadamard_matrices_are_orthogonal,
         checks.rotated_is_the_same_function,
         checks.rotations_leave_no_outliers,
+        checks.tables_that_dominate_are_narrow,
         checks.backends_are_within_their_bound,
         checks.the_reference_has_the_bits_of_c,
         checks.rows_are_alone,
@@ -72,6 +73,9 @@ FAULTS = (
     Fault("the likeliest token for a sampled one", "quant.mixed:_backward", "torch.multinomial(chances_MV, 1, generator=generator)", "chances_MV.argmax(-1, keepdim=True)", "harm_is_what_rounding_does"),
     Fault("errors of positions taken one by one", "quant.mixed:_watcher", ".flatten(1).sum(-1)", ".sum(-1)", "harm_is_what_rounding_does"),
     Fault("draws counted once", "quant.mixed:_backward", "count += len(logp_MV)", "count = len(logp_MV)", "harm_is_what_rounding_does"),
+    Fault("a table that stays wide", "quant.mixed:small_enough", "narrow = replace(spec, head=spec.scheme)", "narrow = spec", "tables_that_dominate_are_narrow"),
+    Fault("bytes left unused", "quant.mixed:bits_within", "(size - least) / (most - least)", "(size - least) / (4 * most)", "tables_that_dominate_are_narrow"),
+    Fault("float bytes counted beside the others", "quant.mixed:stored_bytes", "- 4 * math.prod(target.shape)", "", "tables_that_dominate_are_narrow"),
     # rotation
     Fault("a residue counted as none", "quant.rotate:_paley", "1.0 if i in squares else -1.0", "1.0", "hadamard_matrices_are_orthogonal"),
     Fault("Paley's second matrix without its diagonal", "quant.rotate:_paley", "torch.kron(side, plus) + torch.kron(eye, minus)", "torch.kron(side, plus) + torch.kron(eye, plus)", "hadamard_matrices_are_orthogonal"),
