@@ -160,7 +160,8 @@ def _head_path(model: Model) -> str | None:
         return None
     head = model.heads["next"]
     layer = model.output_embedding() if isinstance(head, TiedHead) else head
-    return next(path for path, part in model.named_modules() if part is layer)
+    paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
+    return paths[layer]
 
 
 def outliers(samples: Mapping[str, Sample], *, times: float = OUTLIER) -> list[Outlier]:
