@@ -23,7 +23,6 @@ nothing), which leaves groups of 32 without a grid.
 
 import argparse
 import copy
-import math
 import re
 import statistics
 import time
@@ -70,13 +69,15 @@ from glassformer.quant.contents import (
 )
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.layers import QuantizedLinear
+from glassformer.quant.mixed import bits_within
+from glassformer.quant.rotate import rotate
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.quant.smooth import SMOOTHING, Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec, quant_spec, targets
+from glassformer.spec.quantization import QuantSpec, Rotation, quant_spec
 from glassformer.spec.schemes import Int4, Int8
 from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.torch_engine import TorchEngine
@@ -160,7 +161,7 @@ def run(
     for count in (1, 2) if device == "cpu" else (threads,):
         torch.set_num_threads(count)
         for name, part in parts.items():
-            if only in name and (part is not layers or count == 1 or device != "cpu"):
+            if only in name:
                 yield from part(device=device, rounds=rounds)
     torch.set_num_threads(threads)
 
@@ -325,15 +326,18 @@ def _makers(
     """
     own = ggml_quantizer() is not None
     specs = {
-        "int8": QuantSpec(),
+        "int8": QuantSpec(method="gptq"),
         "int4": QuantSpec(scheme=Int4()),
         "int4.5": quant_spec(bits=4.5),
     }
     if own:
-        bits = bits_within(full, gguf_bytes(full, "Q4_K_M"))
+        spec = QuantSpec(scheme=Int4())
+        bits = bits_within(full.spec, spec, gguf_bytes(full, "Q4_K_M"))
         if 4 < bits < 8:
             specs["int4 and int8, the bytes of q4_k_m"] = quant_spec(bits=bits)
     others = {
+        "int8 by mse": QuantSpec(method="mse"),
+        "int4 by hqq": QuantSpec(scheme=Int4(), method="hqq"),
         "int8 per channel": QuantSpec(scheme=Int8(group=0)),
         "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
         "int4, head of 4 bits": QuantSpec(scheme=Int4(), head=Int4()),
@@ -347,7 +351,15 @@ def _makers(
                     quantize_on(copy.deepcopy(full), calibrating, s, smoothing=False)[0]
                 ),
             )
-        if spec.mean_bits is None and (every or spec.scheme.bits < 8):
+        if every and spec.mean_bits is None:
+            for what in get_args(Rotation):
+                yield (
+                    f"{name}, rotated: {what}",
+                    lambda s=spec, w=what: _sized(
+                        quantize_on(_rotated(full, w), calibrating, s)[0]
+                    ),
+                )
+        if spec.mean_bits is None and spec.resolved_method != "gptq":
             yield (
                 f"{name}, weights alone looked at",
                 lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
@@ -365,6 +377,12 @@ def _makers(
             "llama.cpp's q4_k_m, weighted",
             lambda: in_gguf_format(full, "Q4_K_M", inputs_of_layers(full, calibrating)),
         )
+
+
+def _rotated(full: Model, what: Rotation) -> Model:
+    model = copy.deepcopy(full)
+    rotate(model, what)
+    return model
 
 
 def _sized(model: Model) -> tuple[Model, int]:
@@ -553,21 +571,6 @@ def gguf_bytes(full: Model, name: str) -> int:
         per, each = (1, 4) if kind is None else gguf.GGML_QUANT_SIZES[kind]
         size += p.numel() // per * each
     return size
-
-
-def bits_within(full: Model, size: int) -> float:
-    """The mean bits of layers with which a model has at most so many bytes, to a hundredth."""
-    spec, sizes = QuantSpec(scheme=Int4()), {4: 0, 8: 0}
-    rest = sum(4 * p.numel() for p in full.parameters())
-    for target in targets(full.spec):
-        inner = target.role not in ("head", "embedding")
-        outputs, inputs = target.shape
-        rest -= 4 * outputs * inputs
-        for bits, scheme in ((4, spec.scheme_of(target)), (8, Int8().resolve(inputs))):
-            parts = (scheme if inner else spec.head_scheme.resolve(inputs)).parts(outputs, inputs)
-            sizes[bits] += sum(part.nbytes for part in parts.values())
-    share = (size - rest - sizes[4]) / (sizes[8] - sizes[4])
-    return math.floor(100 * (4 + 4 * share)) / 100
 
 
 def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:

@@ -36,11 +36,23 @@ def installed() -> dict[str, bool]:
 
 def peers_of(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:
     """Every call that works, with its name; on a CPU."""
+    yield from torch_calls(weight_OI)
     have = installed()
     if have["torchao"]:
         yield from torchao_calls(weight_OI)
     if have["ONNX Runtime"] and importlib.util.find_spec("onnx") is not None:
         yield from onnx_calls(weight_OI)
+
+
+def torch_calls(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:
+    """Torch's own dynamic layer, FBGEMM: a scale for each channel, one for the batch's inputs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and still what many people run
+        layer = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
+        layer.weight = nn.Parameter(weight_OI.clone(), requires_grad=False)
+        kinds = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig}
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), kinds)
+    yield "int8 per channel, torch.ao dynamic (FBGEMM)", model
 
 
 def torchao_calls(weight_OI: Tensor) -> Iterator[tuple[str, Call]]:

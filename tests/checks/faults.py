@@ -102,6 +102,7 @@ BATCHES = "a batch decodes as its rows, padded left or right"
 EVERYTHING = "top-k of everything = plain sampling"
 WIDEST = "the widest beams = brute force"
 SEARCHES = "beams of random models = brute force"
+ROTATED = "rotated for quantization = the same function"
 ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
@@ -274,5 +275,7 @@ FAULTS = (
     Fault("log-probabilities not summed", "generation.beam:_totals", "sums[i, : len(beams)] = [beam.total for beam in beams]", "sums[i, : len(beams)] = 0.0", WIDEST, "core"),
     Fault("the wrong rows go on", "generation.beam:_search", "past.reorder(torch.tensor(order))", "past.reorder(torch.arange(len(order)) % len(logits_RV))", WIDEST, "seq2seq"),
     Fault("long ones punished", "spec.decoding:BeamSpec.length_penalty", "base**self.alpha", "base**-self.alpha", SEARCHES),
+    Fault("values turned on, not back", "quant.rotate:_rotate_values", "rotation_HH.T.to(columns)", "rotation_HH.to(columns)", ROTATED, "core"),
+    Fault("a stream that is written to as before", "quant.rotate:_rotate_stream", "turn_DD @ writer.weight.double()", "writer.weight.double()", ROTATED, "qwen"),
     Fault("the search ends too early", "generation.beam:_Item.settled", "return last >= spec.bound", "return True or last >= spec.bound", SEARCHES),
 )  # fmt: skip

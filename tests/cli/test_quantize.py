@@ -69,7 +69,7 @@ def test_the_folder_is_a_model_for_every_command(runs):
     said = json.loads(glass(runs, "generate", "text-int4", "the quick", "--max-new", "4", "--json"))
     assert len(said["tokens"]) <= 4
     result = CliRunner().invoke(app, ["verify", str(runs / "text-int4"), "--only", "quantization"])
-    assert result.exit_code == 0 and "5 passed, 0 failed" in result.stdout
+    assert result.exit_code == 0 and "6 passed, 0 failed" in result.stdout
     again = gf.compare_precision(runs / "text", runs / "text-int4")
     assert again.disk == tuple(found["disk"]) and again.resident == tuple(found["resident"])
     assert dict(again.layers) == pytest.approx(dict(map(tuple, found["layers"])), rel=0.02)
@@ -97,7 +97,7 @@ def test_a_scheme_by_name_goes_through_every_command(runs):
     assert len(made["tokens"]) <= 4
     result = CliRunner().invoke(app, ["verify", str(runs / "text-fp8"), "--only", "quantization"])
     # No backend but the reference runs it, so there is nothing to compare that row with.
-    assert result.exit_code == 0 and "4 passed, 0 failed" in result.stdout
+    assert result.exit_code == 0 and "5 passed, 0 failed" in result.stdout
     gptq = ("--scheme", "fp8", "--method", "gptq", "--out", str(runs / "fp8-gptq"))
     assert "fp8 by gptq" in glass(runs, "quantize", "text", *gptq)
     assert quantization_report(load_model(runs / "fp8-gptq")).bits == 8
@@ -153,9 +153,26 @@ def test_auto_keeps_float_where_that_is_faster(runs):
     }
 
 
+def test_8_bits_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_path):
+    methods = {}
+    for number, words in enumerate(([], ["--method", "mse"], ["--no-smooth"], ["--bits", "4"])):
+        out = ("--out", str(tmp_path / str(number)))
+        found = json.loads(glass(runs, "quantize", "text", *words, *out, "--json"))
+        methods[tuple(words)], rotated = found["method"], found["rotated"]
+        assert rotated is None and found["narrowed"] == ""
+    assert list(methods.values()) == ["gptq", "mse", "absmax", "mse"]
+    words = ("--rotate", "values", "--out", str(tmp_path / "turned"))
+    found = json.loads(glass(runs, "quantize", "text", *words, "--json"))
+    assert found["rotated"] == {"values": 3, "stream": 0, "untied": False}
+    assert found["agreement"]["top1"] > 0.9 and found["operands"]["head"] < 0.01
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--rotate", "heads"], "not one of"),
+        (["--rotate", "all"], "is a LayerNorm, which subtracts the mean"),
+        (["--scheme", "fp8", "--method", "hqq"], "hqq moves the zeros"),
         (["--bits", "3"], "neither 8 nor 4"),
         (["--bits", "4.5", "--qat", "2"], "trains at one number of bits"),
         (["--bits", "4.5", "--scheme", "int4"], "both given"),

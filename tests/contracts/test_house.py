@@ -354,7 +354,6 @@ ONE_IMPORTER = {
     "generation.fast.prompt_cache": "files of prompts; the native step reads and writes them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
-    "quant.mixed": "which layers get 8 bits; smooth quantizes, and has its own idea",
     "lens.measure.contributions": "a measurement; inspection offers it",
     "lens.measure.patching": "a measurement on inspections; public through adapters",
     "lens.measure.roles": "a measurement; the report shows it",

@@ -33,7 +33,7 @@ from tests.tiny import noise
 C = ("c", "c", "c")
 SHAPES = ((1, 1), (3, 7), (5, 8), (17, 31), (37, 129), (131, 53), (29, 2111))
 ROWS = (1, 2, 3, 5, 7, 11, 16)
-GROUPED = ((3, 8, 8), (17, 96, 32), (37, 264, 24), (5, 1280, 128), (33, 512, 512))
+GROUPED = ((3, 8, 8), (17, 96, 32), (37, 264, 24), (35, 608, 32), (5, 1280, 128), (33, 512, 512))
 
 
 def single(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -92,7 +92,7 @@ def int8_is_the_reference() -> None:
         bias = single(outputs, seed=1)
         for refined in (False, True):
             weight = Int8Weight(qweight, scale, refined=refined)
-            for rows in (*ROWS, 41):
+            for rows in (*ROWS, 41, 53):
                 x = single(rows, inputs, seed=2) * torch.logspace(-9, 9, rows)[:, None]
                 for given in (None, bias):
                     want = reference_int8(x, qweight, scale, given, refined=refined)
@@ -123,7 +123,7 @@ def int4_is_the_reference() -> None:
         for scales in (scale, scale.half()):
             for zeros in (None, zero, zero.half(), (17 * zero).to(torch.uint8)):  # to 254
                 weight = Int4Weight(qweight, scales, zeros, group=group)
-                for rows in (1, 3, 13, 41):
+                for rows in (1, 3, 13, 41, 53):
                     x = single(rows, inputs, seed=2)
                     want = reference_int4(x, qweight, scales, zeros, bias)
                     for name in c_library.variants():

@@ -190,3 +190,8 @@ def test_a_group_that_is_not_given_is_chosen_by_the_inputs():
         Int8().parts(3, 64)
     with pytest.raises(InputError, match="needs its group"):
         Int4().parts(3, 64)
+
+
+def test_floats_have_no_zero_that_hqq_could_move():
+    with pytest.raises(InputError, match="hqq moves the zeros"):
+        quantize_tensor(torch.ones(2, 32), Float8(), method="hqq")

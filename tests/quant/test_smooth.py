@@ -155,8 +155,8 @@ def test_a_grid_is_chosen_by_what_errors_are_multiplied_with():
     errors = [
         float((x @ dequantize(tensor).T - exact).norm() / exact.norm())
         for tensor in (
-            quantize_tensor(weight, Int4(), least_squares=True),
-            quantize_tensor(weight, Int4(), least_squares=True, inputs_I=sizes),
+            quantize_tensor(weight, Int4(), method="mse"),
+            quantize_tensor(weight, Int4(), method="mse", inputs_I=sizes),
         )
     ]
     assert errors[1] < 0.8 * errors[0], errors

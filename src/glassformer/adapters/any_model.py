@@ -24,10 +24,11 @@ from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model
+from glassformer.quant.rotate import rotate as rotate_model
 from glassformer.quant.smooth import quantize_on
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import Indivisible, QuantSpec, Tied, quant_spec
+from glassformer.spec.quantization import Indivisible, QuantSpec, Rotation, Tied, quant_spec
 from glassformer.spec.schemes import Method, Scheme
 
 Format = Literal["hf", "native", "gguf"]
@@ -144,6 +145,7 @@ def quantize(
     indivisible: Indivisible = "refuse",
     calibrate: "list[torch.Tensor] | None" = None,
     smooth: bool = True,
+    rotate: Rotation | None = None,
     select: Callable[[str, nn.Module], bool] | None = None,
     backend: str = "auto",
 ) -> M:
@@ -154,6 +156,7 @@ def quantize(
     `calibrate`. `calibrate`: batches of tokens that are like those it will read. With them it is
     done as `glass quantize` does: outliers are smoothed (`smooth=False`: not), and it is calibrated
     by GPTQ, or by `method="mse"` in a fraction of the time. Without, only weights are looked at.
+    `rotate`: mix the channels of "values" within heads, or of "all" the residual stream, first.
     """
     if method is None and calibrate is not None:
         method = "gptq"
@@ -167,15 +170,18 @@ def quantize(
         tied=tied,
         indivisible=indivisible,
     )
+    if rotate is not None:
+        one_of("rotate", rotate, get_args(Rotation))
     if isinstance(model, Model):
-        return _quantized(copy.deepcopy(model), spec, calibrate, smooth, select, backend)
+        return _quantized(copy.deepcopy(model), spec, calibrate, smooth, rotate, select, backend)
     adapter = adapt(model)
     if not isinstance(adapter, NativeAdapter):
         raise InputError(
             f"{type(adapter.model).__name__} is another library's module",
             hint='load it with backend="native"',
         )
-    made = _quantized(copy.deepcopy(adapter.model), spec, calibrate, smooth, select, backend)
+    own = copy.deepcopy(adapter.model)
+    made = _quantized(own, spec, calibrate, smooth, rotate, select, backend)
     return cast(M, adapter.with_model(made))
 
 
@@ -185,9 +191,12 @@ def _quantized(
     spec: QuantSpec,
     calibrate: "list[torch.Tensor] | None",
     smooth: bool,
+    rotate: Rotation | None,
     select: Callable[[str, nn.Module], bool] | None,
     backend: str,
 ) -> Bare:
+    if rotate is not None:
+        rotate_model(model, rotate)
     if calibrate is None:
         return quantize_model(model, spec, select=select, backend=backend)
     return quantize_on(model, calibrate, spec, select=select, backend=backend, smoothing=smooth)[0]

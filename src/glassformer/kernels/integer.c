@@ -39,9 +39,11 @@ struct job {
     float *rest;         /* rows / 2 x inputs, or null: what rounding leaves, for refined products */
     int64_t rows, width; /* width: inputs, padded with zeros to a multiple of 8 */
     int8_t *xq;          /* rows x width */
-    int32_t *sums;       /* rows x groups: sums of xq; for int8 times -128, which undoes the lift */
+    int32_t *sums;       /* rows x groups: sums of xq; for int8 times -128, which undoes the lift,
+                            plus SHIFTED where the sums of products begin there */
     float *size;         /* rows x groups: what one step of xq is worth */
     float *sixteenths;   /* rows x groups, or null: sums / 16, where weights are fine */
+    int32_t begin;       /* SHIFTED, or 0 */
 };
 
 /* Scales of a byte, zeros that count sixteenths, and groups so short that a zero times a sum has no
@@ -64,7 +66,7 @@ INLINE void quantize_row(const struct job *job, int64_t row, const float *x, flo
         int32_t sum = 0;
         for (int64_t i = 0; i < group; i++) sum += xq[i];
         job->size[row * w->groups + g] = size;
-        job->sums[row * w->groups + g] = times * sum;
+        job->sums[row * w->groups + g] = times * sum + job->begin;
         if (job->sixteenths) job->sixteenths[row * w->groups + g] = 0.0625f * (float)sum;
         if (rest) {
             for (int64_t i = 0; i < group; i++) rest[i] = x[i] - size * (float)xq[i];
@@ -143,6 +145,8 @@ INLINE void tiles(const struct job *job, int64_t first, int64_t last, int bits) 
 static void portable_int8(void *job, int64_t first, int64_t last) { tiles(job, first, last, 8); }
 static void portable_int4(void *job, int64_t first, int64_t last) { tiles(job, first, last, 4); }
 
+#define SHIFTED 0x4b400000 /* the bits of a float whose last place is 1; integer_x86.h */
+
 #ifdef GLASS_X86
 #include "integer_x86.h"
 /* The same lines as portable_rows, for wider vectors. */
@@ -155,7 +159,7 @@ AVX512 static void avx512_rows(void *job, int64_t first, int64_t last) {
 static int product(const struct integer *w, const float *bias, const float *x, float *y,
                    int64_t rows, int threads, float *rest) {
     int64_t given = rest ? rows / 2 : rows;
-    struct job job = {w, bias, x, y, rest, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0, 0};
+    struct job job = {w, bias, x, y, rest, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0, 0, 0};
     part_fn by_rows = portable_rows, by_tiles = w->bits == 8 ? portable_int8 : portable_int4;
 #ifdef GLASS_X86
     if (glass_variant() == AVX2_FMA)
@@ -163,7 +167,10 @@ static int product(const struct integer *w, const float *bias, const float *x, f
     if (glass_variant() == AVX512_VNNI)
         by_rows = avx512_rows, by_tiles = w->bits == 8 ? avx512_int8 : avx512_int4;
     if (w->bits == 4 && fine(w) && glass_variant() == AVX2_FMA) by_tiles = avx2_fine;
-    if (w->bits == 4 && fine(w) && glass_variant() == AVX512_VNNI) by_tiles = avx512_fine;
+    if (w->group == 32 && glass_variant() == AVX512_VNNI) {
+        if (w->bits == 4 && fine(w)) by_tiles = avx512_fine;
+        if (w->bits == 8 && w->scale_kind == HALF) by_tiles = avx512_halves, job.begin = SHIFTED;
+    }
 #endif
     job.xq = malloc((size_t)(rows * job.width));
     job.sums = malloc((size_t)(rows * w->groups) * sizeof(int32_t));

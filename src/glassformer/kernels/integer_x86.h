@@ -185,23 +185,45 @@ AVX512 INLINE void put16(const struct job *job, int64_t row, int64_t tile, __m51
     _mm512_mask_storeu_ps(job->y + row * w->outputs + out, some, acc);
 }
 
+/* vpdpbusd in its place: from the intrinsic gcc makes two copies of every sum at each step. */
+AVX512 INLINE __m512i added4(__m512i sum, __m512i q, __m512i four) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(q), "v"(four));
+    return sum;
+}
+
+/* What else the compiler knows of the weights: nothing; or groups of 32, and 4 bits that are
+   `fine`, or 8 bits with scales of float16. */
+enum { ANY, FINE, HALVES };
+
+/* A float of this size has steps of 1: its bits plus a sum are those of itself plus the sum. It
+   times a float16 is exact, so that (SHIFT + sum) * scale - SHIFT * scale, rounded once, is
+   sum * scale as it is rounded by itself. Sums of groups of 32 lie below 2^22. */
+#define SHIFT 12582912.0f /* 3 * 2^22; its bits are SHIFTED */
+
+#define ROWS_AT_ONCE 6  /* by two tiles: 12 sums of integers and 12 of floats, all in registers */
+#define ROWS_KEPT 48    /* rows that meet some groups of a tile before the next groups are read */
+#define INPUTS_KEPT 256 /* inputs of those groups: 8 KiB of int8 weights, in the first cache */
+
 /* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
-   The product is unrolled, so that all sums are registers: 12 of integers, 12 of floats. */
+   Groups `from` to `to` are added to what is kept of the groups before; the last are put into y. */
 AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, int64_t row,
-                               int rows, int bits, int fine) {
+                               int rows, int bits, int kind, int64_t from, int64_t to,
+                               float *kept, int fetch) {
     const struct integer *w = job->w;
-    int64_t per = bits == 8 ? 4 : 8, blocks = job->width / per / w->groups;
+    int64_t per = bits == 8 ? 4 : 8;
+    int64_t blocks = kind == ANY ? job->width / per / w->groups : 32 / per;
     int64_t next = w->groups * blocks * BLOCK; /* from a tile to the next */
-    const uint8_t *at = w->weight + tile * next;
-    const int8_t *x = job->xq + row * job->width;
+    const uint8_t *at = w->weight + tile * next + from * blocks * BLOCK;
+    const int8_t *x = job->xq + row * job->width + from * blocks * per;
     const __m512i low = _mm512_set1_epi8(15);
-    __m512 acc[2][8];
+    __m512 acc[2][ROWS_AT_ONCE];
 #pragma GCC unroll 2
     for (int t = 0; t < many; t++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) acc[t][r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < w->groups; g++) {
-        __m512i sums[2][8];
+        for (int r = 0; r < rows; r++)
+            acc[t][r] = from ? _mm512_loadu_ps(kept + (2 * r + t) * TILE) : _mm512_setzero_ps();
+    for (int64_t g = from; g < to; g++) {
+        __m512i sums[2][ROWS_AT_ONCE];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             int32_t lift = bits == 8 ? job->sums[(row + r) * w->groups + g] : 0;
@@ -209,11 +231,15 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 2
             for (int t = 0; t < many; t++) sums[t][r] = begin;
         }
+        if (fetch)
+            for (int64_t b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+                for (int t = 0; t < many; t++) FETCH_LINE(at + b * BLOCK + t * next);
+#pragma GCC unroll 8
         for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per) {
             __m512i q[2], high[2];
 #pragma GCC unroll 2
             for (int t = 0; t < many; t++) {
-                FETCH_LINE(at + t * next);
                 q[t] = _mm512_loadu_si512(at + t * next);
                 if (bits == 4) {
                     high[t] = _mm512_and_si512(_mm512_srli_epi16(q[t], 4), low);
@@ -224,64 +250,89 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
             for (int r = 0; r < rows; r++) {
                 __m512i four = four16(x + r * job->width);
 #pragma GCC unroll 2
-                for (int t = 0; t < many; t++)
-                    sums[t][r] = _mm512_dpbusd_epi32(sums[t][r], q[t], four);
+                for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], q[t], four);
                 if (bits == 4) {
                     four = four16(x + r * job->width + 4);
 #pragma GCC unroll 2
-                    for (int t = 0; t < many; t++)
-                        sums[t][r] = _mm512_dpbusd_epi32(sums[t][r], high[t], four);
+                    for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], high[t], four);
                 }
             }
         }
+        __m512 scale[2], zero[2];
 #pragma GCC unroll 2
         for (int t = 0; t < many; t++) {
             int64_t begin = ((tile + t) * w->groups + g) * TILE;
-            __m512 scale = numbers16(w->scale, fine ? BYTE : w->scale_kind, begin), zero;
-            if (fine) zero = numbers16(w->zero, BYTE, begin);
+            int32_t stored = kind == FINE ? BYTE : kind == HALVES ? HALF : w->scale_kind;
+            scale[t] = numbers16(w->scale, stored, begin);
+            if (kind == FINE) zero[t] = numbers16(w->zero, BYTE, begin);
+            else if (kind == HALVES) zero[t] = _mm512_mul_ps(_mm512_set1_ps(SHIFT), scale[t]);
             else if (bits == 4)
-                zero = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
+                zero[t] = w->zero ? numbers16(w->zero, w->zero_kind, begin) : _mm512_set1_ps(8.0f);
+        }
 #pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                int64_t of = (row + r) * w->groups + g;
-                __m512 sum = _mm512_cvtepi32_ps(sums[t][r]);
-                if (fine) {
-                    __m512 xsum = _mm512_set1_ps(job->sixteenths[of]);
-                    sum = _mm512_fnmadd_ps(zero, xsum, sum);
-                } else if (bits == 4) {
-                    __m512 xsum = _mm512_set1_ps((float)job->sums[of]);
-                    sum = _mm512_sub_ps(sum, _mm512_mul_ps(zero, xsum));
+        for (int r = 0; r < rows; r++) {
+            int64_t of = (row + r) * w->groups + g;
+            __m512 size = _mm512_set1_ps(job->size[of]);
+#pragma GCC unroll 2
+            for (int t = 0; t < many; t++) {
+                __m512 scaled;
+                if (kind == HALVES) {
+                    __m512 sum = _mm512_castsi512_ps(sums[t][r]);
+                    scaled = _mm512_fmsub_ps(sum, scale[t], zero[t]);
+                } else {
+                    __m512 sum = _mm512_cvtepi32_ps(sums[t][r]);
+                    if (kind == FINE) {
+                        __m512 xsum = _mm512_set1_ps(job->sixteenths[of]);
+                        sum = _mm512_fnmadd_ps(zero[t], xsum, sum);
+                    } else if (bits == 4) {
+                        __m512 xsum = _mm512_set1_ps((float)job->sums[of]);
+                        sum = _mm512_sub_ps(sum, _mm512_mul_ps(zero[t], xsum));
+                    }
+                    scaled = _mm512_mul_ps(sum, scale[t]);
                 }
-                __m512 scaled = _mm512_mul_ps(sum, scale);
-                scaled = _mm512_mul_ps(scaled, _mm512_set1_ps(job->size[of]));
-                acc[t][r] = _mm512_add_ps(acc[t][r], scaled);
+                acc[t][r] = _mm512_add_ps(acc[t][r], _mm512_mul_ps(scaled, size));
             }
         }
     }
 #pragma GCC unroll 2
     for (int t = 0; t < many; t++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) put16(job, row + r, tile + t, acc[t][r]);
+        for (int r = 0; r < rows; r++) {
+            if (to < w->groups) _mm512_storeu_ps(kept + (2 * r + t) * TILE, acc[t][r]);
+            else put16(job, row + r, tile + t, acc[t][r]);
+        }
 }
 
-/* All rows of tiles first .. last - 1, two tiles at a time, in passes of about the same size. */
-#define ROWS(n, many, bits, fine) \
-    case n: part_avx512(job, tile, many, row, n, bits, fine); break;
-#define UP_TO_6(many, bits, fine)                                                                \
-    ROWS(1, many, bits, fine) ROWS(2, many, bits, fine) ROWS(3, many, bits, fine)                \
-    ROWS(4, many, bits, fine) ROWS(5, many, bits, fine) ROWS(6, many, bits, fine)
-#define PAIRS(NAME, bits, fine)                                                                  \
+/* All rows of tiles first .. last - 1, two tiles at a time. Many rows take turns with the groups:
+   some groups of the weights, small enough for the first cache, meet 48 rows, six at a time. */
+#define ROWS(n, many, bits, kind) \
+    case n: part_avx512(job, tile, many, row, n, bits, kind, from, to, at, !pass); break;
+#define UP_TO_6(many, bits, kind)                                                                \
+    ROWS(1, many, bits, kind) ROWS(2, many, bits, kind) ROWS(3, many, bits, kind)                \
+    ROWS(4, many, bits, kind) ROWS(5, many, bits, kind) ROWS(6, many, bits, kind)
+#define PAIRS(NAME, bits, kind)                                                                  \
     AVX512 static void NAME(void *data, int64_t first, int64_t last) {                           \
         const struct job *job = data;                                                            \
-        int64_t passes = (job->rows + 5) / 6;                                                    \
+        int64_t groups = job->w->groups, some = INPUTS_KEPT / job->w->group;                     \
+        if (some < 1) some = 1;                                                                  \
+        if (job->rows <= ROWS_AT_ONCE) some = groups;                                            \
         for (int64_t tile = first; tile < last; tile += 2)                                       \
-            for (int64_t pass = 0; pass < passes; pass++) {                                      \
-                int64_t row = job->rows * pass / passes;                                         \
-                int64_t rows = job->rows * (pass + 1) / passes - row;                            \
-                if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits, fine) }                    \
-                else switch (rows) { UP_TO_6(1, bits, fine) }                                    \
+            for (int64_t begin = 0; begin < job->rows; begin += ROWS_KEPT) {                     \
+                float kept[ROWS_KEPT * 2 * TILE];                                                \
+                int64_t left = job->rows - begin, now = left < ROWS_KEPT ? left : ROWS_KEPT;     \
+                int64_t passes = (now + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;                        \
+                for (int64_t from = 0; from < groups; from += some)                              \
+                    for (int64_t pass = 0; pass < passes; pass++) {                              \
+                        int64_t row = begin + now * pass / passes;                               \
+                        int64_t rows = begin + now * (pass + 1) / passes - row;                  \
+                        int64_t to = from + some < groups ? from + some : groups;                \
+                        float *at = kept + (row - begin) * 2 * TILE;                             \
+                        if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits, kind) }            \
+                        else switch (rows) { UP_TO_6(1, bits, kind) }                            \
+                    }                                                                            \
             }                                                                                    \
     }
-PAIRS(avx512_int8, 8, 0)
-PAIRS(avx512_int4, 4, 0)
-PAIRS(avx512_fine, 4, 1)
+PAIRS(avx512_int8, 8, ANY)
+PAIRS(avx512_halves, 8, HALVES)
+PAIRS(avx512_int4, 4, ANY)
+PAIRS(avx512_fine, 4, FINE)

@@ -47,6 +47,8 @@ from glassformer.quant.convert import (
     quantized_layers,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.mixed import AIM, small_enough, stored_bytes
+from glassformer.quant.rotate import Rotated, rotate
 from glassformer.quant.schemes import quantize_tensor
 from glassformer.quant.smooth import (
     SMOOTHING,
@@ -58,9 +60,10 @@ from glassformer.quant.smooth import (
 )
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec
-from glassformer.spec.schemes import Scheme
+from glassformer.spec.quantization import QuantSpec, Rotation
+from glassformer.spec.schemes import Int8, Method, Scheme
 from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec
@@ -334,6 +337,7 @@ class Wish:
     calibrate: Path | None = None
     text: Path | None = None
     smooth: bool = True
+    rotate: Rotation | None = None
     qat_steps: int = 0
     auto: bool = False
     backend: str = "auto"
@@ -344,19 +348,23 @@ class Wish:
 class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
-    `schemes` counts the layers of each scheme; `wider` are those that a mean number of bits left 8;
-    `prompt` is a text to try the model with.
+    `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
+    mean number of bits left 8; `narrowed` says why a table has 4 bits; `prompt` is a text to try
+    the model with.
     """
 
     folder: Path
     comparison: Comparison
     layers: int
+    method: Method
     schemes: dict[str, int]
     kept: tuple[str, ...]
     prompt: str
     wider: tuple[str, ...] = ()
+    narrowed: str = ""
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
+    rotated: Rotated | None = None
     outliers: list[Outlier] = field(default_factory=list)
     warnings: tuple[str, ...] = ()
 
@@ -375,12 +383,15 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     run = run_of(path)
     before, note = _complete_bytes(path, run, adapter.model)
     full = adapter.model.float()
+    wish = replace(wish, spec=_chosen(wish))
     recorded = None if run is None else recorded_hash(_folder(path), run.task)
     task = None if run is None else assemble(run).task
     if task is not None:
         check_data(task, recorded)
     material = _material(wish, adapter, task)
     small, timings, select = copy.deepcopy(full), [], None
+    turned = None if wish.rotate is None else rotate(small, wish.rotate)
+    alike = full if turned is None else copy.deepcopy(small)
     if wish.auto:
         timings = time_layers(small, wish.spec, backend=wish.backend)
         if not any(timing.wins for timing in timings):
@@ -390,12 +401,12 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
                 hint="leave out {--auto|auto=True} to save memory all the same",
             )
         select = keeping_float(timings)
-    samples = inputs_of_layers(full, material.calibrating[:SMOOTHING])
+    samples = inputs_of_layers(alike, material.calibrating[:SMOOTHING])
     large = outliers(samples)
     smoothed: list[Smoothed] = []
     if wish.qat_steps:
         small = _trained_rounded(small, wish, run, task, select, watch)
-    elif not wish.smooth and wish.spec.resolved_method != "gptq" and not wish.spec.mean_bits:
+    elif not _looks_at_inputs(wish):
         small = quantize_model(small, wish.spec, select=select, backend=wish.backend)
     else:
         small, smoothed = quantize_on(
@@ -414,27 +425,63 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     opened = load(out, device=wish.device).model
     assert isinstance(opened, Model), "save_model has written one of ours"
     disk = (before, _bytes(out))
-    comparison = compare(full, opened, material.measuring, material=material.origin)
+    comparison = compare(
+        full,
+        opened,
+        material.measuring,
+        material=material.origin,
+        rotated=None if turned is None else alike,
+    )
     kept = tuple(timing.path for timing in timings if not timing.wins)
     report = quantization_report(opened)
     return Outcome(
         folder=out,
         comparison=replace(comparison, disk=disk, note=note),
         layers=len(report.layers),
+        method=wish.spec.resolved_method,
         schemes=report.schemes(),
         kept=kept,
         wider=_wider(wish.spec, opened),
+        narrowed=_narrowed(wish, full.spec),
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
         smoothed=smoothed,
+        rotated=turned,
         outliers=large,
         warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
     )
 
 
+def _chosen(wish: Wish) -> QuantSpec:
+    """Return the spec; 8 bits by GPTQ, where no method is given: a text is looked at anyway."""
+    spec = wish.spec
+    own = spec.method is None and wish.smooth and not wish.qat_steps
+    return replace(spec, method="gptq") if own and isinstance(spec.scheme, Int8) else spec
+
+
+def _narrowed(wish: Wish, model: ModelSpec) -> str:
+    """Return why a table has 4 bits that would have had 8; empty where it has not."""
+    chosen = small_enough(model, wish.spec)
+    if chosen.head == wish.spec.head or wish.qat_steps or not _looks_at_inputs(wish):
+        return ""
+    share = stored_bytes(model, wish.spec) / (4 * count_parameters(model))
+    more = (
+        "" if chosen.mean_bits is None else f"; other layers have {chosen.mean_bits:g} on average"
+    )
+    return (
+        f"4 bits, as most weights are in it: with 8 and others of 4 the model would have "
+        f"{share:.3f} of float32's bytes, and {AIM:g} is aimed at{more}"
+    )
+
+
+def _looks_at_inputs(wish: Wish) -> bool:
+    """Return True unless weights alone are looked at."""
+    return bool(wish.smooth or wish.spec.resolved_method == "gptq" or wish.spec.mean_bits)
+
+
 def _wider(spec: QuantSpec, model: Model) -> tuple[str, ...]:
     """Return the layers that a mean number of bits left 8, heads and tables aside."""
-    if spec.mean_bits is None:
+    if small_enough(model.spec, spec).mean_bits is None:
         return ()
     return tuple(
         path
@@ -447,7 +494,7 @@ def _warnings(wish: Wish, found: Comparison, calibrated: int) -> Iterator[str]:
     """Yield what the user should know before trusting the result, and what would help."""
     agreement, spec = found.agreement, wish.spec
     gptq = spec.resolved_method == "gptq"
-    if gptq and calibrated < FEW_CALIBRATING:
+    if gptq and spec.scheme.bits < 8 and calibrated < FEW_CALIBRATING:
         yield (
             f"GPTQ has seen {calibrated:,} tokens, and fits what it sees: give it "
             f"{FEW_CALIBRATING:,} or more (--calibrate FILE)"

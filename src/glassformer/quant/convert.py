@@ -44,7 +44,7 @@ from glassformer.quant.schemes import (
 )
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec, layer_of, targets, untied
-from glassformer.spec.schemes import Method, Scheme
+from glassformer.spec.schemes import Method, Scheme, Search
 
 Select = Callable[[str, nn.Module], bool]
 #: A layer that can be quantized.
@@ -105,7 +105,8 @@ def prepare_model_for_quantization(
     _check_chosen(spec)
     if (spec.resolved_method == "qat") != (mode == "qat") and spec.method is not None:
         raise InputError(f"the method '{spec.method}' does not go with the mode '{mode}'")
-    _untie(bare, spec)
+    if spec.tied == "untie":
+        untie(bare)
     for module, scheme in plan(bare, spec, select=select).values():
         become(module, PREPARED_CLASSES[mode][isinstance(module, TokenEmbedding)])
         assert isinstance(module, PREPARED)
@@ -167,7 +168,8 @@ def quantize_model(
                 hint="prepare_model_for_quantization, then batches or training, then this",
             )
         _check_chosen(spec)
-        _untie(bare, spec)
+        if spec.tied == "untie":
+            untie(bare)
         chosen = list(plan(bare, spec, select=select).values())
     paths = {module: path for path, module in bare.named_modules()}
     for module, scheme in chosen:
@@ -188,8 +190,9 @@ def _quantized(
         assert isinstance(module, WATCHED)
         moment_II = module.watch.moment_II
         return quantize_with_inputs(module.weight, scheme, moment_II=moment_II)
-    least = method == "mse"
-    return quantize_tensor(module.weight, scheme, least_squares=least, inputs_I=inputs_I)
+    # Training with rounded weights has rounded them over their full range.
+    search: Search = "absmax" if method == "qat" else method
+    return quantize_tensor(module.weight, scheme, method=search, inputs_I=inputs_I)
 
 
 def _is_head(model: Model, module: nn.Module) -> bool:
@@ -267,10 +270,8 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 holder._modules[name] = new
 
 
-def _untie(model: Model, spec: QuantSpec) -> None:
+def untie(model: Model) -> None:
     """Give a tied head its own copy of the table, and untie the spec."""
-    if spec.tied != "untie":
-        return
     model.spec = untied(model.spec)
     for name, head in list(model.heads.items()):
         embed = model.output_embedding()

@@ -7,8 +7,9 @@ pass gives a sample of that for every layer and sequence. Layers then get 8 bits
 what a weight of them is worth: the divergence over the number of weights.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +23,10 @@ from glassformer.quant.convert import Select, plan
 from glassformer.quant.layers import real_rows
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec, layer_of, targets
-from glassformer.spec.schemes import Int8, Scheme
+from glassformer.spec.schemes import Int4, Int8, Scheme, scheme_bytes
 
 # B batch, M rows, O outputs, I inputs, V vocab
 
@@ -31,6 +34,53 @@ from glassformer.spec.schemes import Int8, Scheme
 SAMPLES = 32
 #: Tokens of a sequence that are read together: longer ones are cut, which gives more samples.
 LENGTH = 128
+
+
+#: Of float32's bytes, what 4 bits should come to; and the share of weights from which a table is
+#: what a model's bytes are decided by.
+AIM, DOMINATES = 0.17, 0.5
+
+
+def small_enough(model: ModelSpec, spec: QuantSpec) -> QuantSpec:
+    """Return the spec, with 4 bits for a table that makes a model of 4 bits too large with 8.
+
+    Only for a table that holds most of the weights, and where no scheme is given for it. The bytes
+    that this leaves go to the layers that lose most: a mean number of bits, as many as fit.
+    """
+    if not isinstance(spec.scheme, Int4) or spec.head is not None or spec.mean_bits is not None:
+        return spec
+    every = targets(model, spec.tied)
+    weights = sum(math.prod(p.shape) for p in every)
+    tables = [p for p in every if p.role in ("head", "embedding")]
+    narrow = replace(spec, head=spec.scheme)
+    small = sum(math.prod(p.shape) for p in tables) < DOMINATES * weights
+    if small or any(spec.scheme.why_not(p.shape[-1]) for p in tables):
+        return spec
+    aim = AIM * 4 * count_parameters(model)
+    if stored_bytes(model, spec) <= aim or stored_bytes(model, narrow) > aim:
+        return spec
+    bits = bits_within(model, narrow, aim)
+    return replace(narrow, mean_bits=bits if Int4.bits < bits < Int8.bits else None)
+
+
+def stored_bytes(model: ModelSpec, spec: QuantSpec) -> int:
+    """Return the bytes of all tensors of a quantized model; what is not quantized is float32."""
+    size = 4 * count_parameters(model)
+    for target in targets(model, spec.tied):
+        scheme = spec.scheme_of(target)
+        if scheme is not None:
+            size += scheme_bytes(scheme, target.shape) - 4 * math.prod(target.shape)
+    return size
+
+
+def bits_within(model: ModelSpec, spec: QuantSpec, size: float) -> float:
+    """Return the mean bits of layers with which a model has at most these bytes, to a hundredth."""
+    inner = tuple(
+        layer_of(p.name) for p in targets(model, spec.tied) if p.role not in ("head", "embedding")
+    )
+    least, most = (stored_bytes(model, replace(spec, wider=wide)) for wide in ((), inner))
+    share = (size - least) / (most - least)
+    return math.floor(100 * (Int4.bits + (Int8.bits - Int4.bits) * share)) / 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,16 +30,17 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
+from glassformer.nn.embedding import TiedHead
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
 from glassformer.quant.layers import QuantizedWeight, real_rows
-from glassformer.quant.mixed import wider_layers
+from glassformer.quant.mixed import small_enough, wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
-from glassformer.spec.schemes import Scheme
+from glassformer.spec.schemes import Scheme, Search
 
 # B batch, T length, M rows, O outputs, I inputs, D d_model, G groups, K key-value heads, H d_head
 
@@ -112,7 +113,10 @@ class Outlier:
 def inputs_of_layers(
     model: Model | Holder, batches: Iterable[Any], *, kept: int = KEPT
 ) -> dict[str, Sample]:
-    """Return what each linear layer of the blocks is given, on real tokens of the batches."""
+    """Return what each linear layer of the blocks is given, on real tokens of the batches.
+
+    Also what the next-token head is given, under the name of its layer or of the table it shares.
+    """
     bare = model_of(model)
     batches = list(batches)
     if not batches:
@@ -136,15 +140,28 @@ def inputs_of_layers(
         for path, part in bare.named_modules()
         if isinstance(part, Linear) and ".blocks." in f".{path}"
     }
+    head = _head_path(bare)
     bare.eval()
     for batch in batches:
         inputs = bare.inputs(batch)
         with _seen(linears, see):
-            bare.hidden(inputs)
+            hidden_BTD = bare.hidden(inputs)
+        if head is not None:
+            see(head, hidden_BTD)
     return {
         path: Sample((squares[path] / rows[path]).sqrt().float(), torch.cat(samples[path]))
         for path in squares
     }
+
+
+def _head_path(model: Model) -> str | None:
+    """Return the name of the layer that the next-token head multiplies by; None without one."""
+    if "next" not in model.heads:
+        return None
+    head = model.heads["next"]
+    layer = model.output_embedding() if isinstance(head, TiedHead) else head
+    paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
+    return paths[layer]
 
 
 def outliers(samples: Mapping[str, Sample], *, times: float = OUTLIER) -> list[Outlier]:
@@ -305,12 +322,12 @@ def smooth(
     schemes: Mapping[str, Scheme],
     *,
     samples: dict[str, Sample] | None = None,
-    least_squares: bool = False,
+    method: Search = "absmax",
 ) -> list[Smoothed]:
     """Move outliers of activations into weights; return what was done, link by link.
 
-    `schemes` has the scheme of each layer that is going to be quantized, by path; `least_squares`
-    says whether their grids will be searched for. Samples that are given are those of the smoothed
+    `schemes` has the scheme of each layer that is going to be quantized, by path; `method`
+    says how their grids will be found. Samples that are given are those of the smoothed
     model afterwards.
     """
     bare = model_of(model)
@@ -328,7 +345,7 @@ def smooth(
             scale_C = _powers_of_two(size_C, exponent)
             scale_I = scale_C[link.channel_I.to(scale_C.device)]
             error = sum(
-                _error(bare.get_submodule(path), schemes[path], sample, scale_I, least_squares)
+                _error(bare.get_submodule(path), schemes[path], sample, scale_I, method)
                 for path in readers
             ) / len(readers)
             if best is None:
@@ -360,16 +377,19 @@ def quantize_on(
     """Smooth and quantize a model by what its layers are given on these batches.
 
     Grids are chosen by the errors of products (`mse`), or GPTQ is run on all the batches. Where the
-    spec has a mean number of bits, layers that get 8 are chosen here.
+    spec has a mean number of bits, layers that get 8 are chosen here; a table that is most of a
+    model of 4 bits has 4 bits too (`mixed.small_enough`).
     """
     bare = model_of(model)
     samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
+    spec = small_enough(bare.spec, spec)
     done: list[Smoothed] = []
     if smoothing:
         schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}
-        least = spec.resolved_method != "absmax"
+        wish = spec.resolved_method
+        search: Search = wish if wish in ("absmax", "hqq") else "mse"
         few = batches[:SMOOTHING]
-        done = smooth(bare, few, schemes, samples=samples, least_squares=least)
+        done = smooth(bare, few, schemes, samples=samples, method=search)
     if spec.mean_bits is not None:
         spec = replace(spec, wider=wider_layers(bare, batches, spec, select=select))
     if spec.resolved_method == "gptq":
@@ -426,7 +446,7 @@ def _powers_of_two(size_C: Tensor, exponent: float) -> Tensor:
 
 
 def _error(
-    layer: nn.Module, scheme: Scheme, sample: Sample, scale_I: Tensor, least_squares: bool
+    layer: nn.Module, scheme: Scheme, sample: Sample, scale_I: Tensor, method: Search
 ) -> float:
     """Return the relative error of some rounded products, activations rounded too."""
     assert isinstance(layer, Linear)
@@ -434,9 +454,7 @@ def _error(
     rows_MI = sample.rows_MI
     wanted_MO = rows_MI @ weight_OI.T
     sizes_I = sample.rms_I / scale_I
-    tensor = quantize_tensor(
-        weight_OI * scale_I, scheme, least_squares=least_squares, inputs_I=sizes_I
-    )
+    tensor = quantize_tensor(weight_OI * scale_I, scheme, method=method, inputs_I=sizes_I)
     rounded_OI = dequantize(tensor)
     found_MO = rounded_inputs(rows_MI / scale_I, scheme) @ rounded_OI.T
     off = (found_MO - wanted_MO).square().sum() / wanted_MO.square().sum().clamp(min=1e-30)

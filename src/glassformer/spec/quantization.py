@@ -28,6 +28,8 @@ from glassformer.spec.serialize import from_dict, to_dict
 #: What a tied table becomes: one quantized table for both uses; a quantized head beside a float
 #: table; or a table that stays as it is.
 Tied = Literal["share", "untie", "skip"]
+#: What is rotated before: values within heads, or the residual stream as well.
+Rotation = Literal["values", "all"]
 #: What becomes of a layer that the scheme does not fit.
 Indivisible = Literal["refuse", "int8", "keep"]
 

@@ -12,8 +12,11 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 from glassformer.spec.checks import check_member, spec
 from glassformer.spec.errors import InputError, nearest
 
+#: How the grid of one matrix is found by its weights alone: over the full range, by least squared
+#: error, by half-quadratic splitting.
+Search = Literal["absmax", "mse", "hqq"]
 #: How scales are found, or the training that found the weights.
-Method = Literal["absmax", "mse", "gptq", "qat"]
+Method = Literal[Search, "gptq", "qat"]
 
 #: Inputs that may share a scale.
 GROUPS = (32, 64, 128)

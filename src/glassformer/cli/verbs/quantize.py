@@ -4,7 +4,7 @@ import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -12,6 +12,7 @@ from glassformer.cli.shell import resolve
 from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import end, tell
+from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import BY_BITS, SCHEMES, Method
@@ -46,7 +47,7 @@ def quantize(
         typer.Option("--symmetric/--asymmetric", help="By default int8 is symmetric, int4 not."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="absmax, mse or gptq: how scales are found.")
+        str | None, typer.Option(help="absmax, mse, hqq or gptq: how scales are found.")
     ] = None,
     calibrate: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
@@ -66,6 +67,14 @@ def quantize(
             "--no-smooth looks at the weights alone, unless it calibrates.",
         ),
     ] = True,
+    rotate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Mix channels by Hadamard matrices that neighbouring weights absorb: values, "
+            "within heads, or all, the residual stream too (which unties a tied head).",
+        ),
+    ] = None,
     qat: Annotated[
         int,
         typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
@@ -116,7 +125,7 @@ def quantize(
             raise InputError("--dequantize computes nothing", hint="leave out --device")
         _undo(path, out=Path(out), as_json=as_json)
         return
-    from glassformer.spec.quantization import Indivisible, Tied, quant_spec
+    from glassformer.spec.quantization import Indivisible, Rotation, Tied, quant_spec
 
     # QuantSpec checks each choice
     spec = quant_spec(
@@ -131,11 +140,14 @@ def quantize(
     )
     from glassformer.lab.quantize import Wish
 
+    if rotate is not None:
+        one_of("--rotate", rotate, get_args(Rotation))
     wish = Wish(
         spec=spec,
         calibrate=None if calibrate is None else Path(calibrate),
         text=None if text is None else Path(text),
         smooth=smooth,
+        rotate=cast(Rotation | None, rotate),
         qat_steps=qat,
         auto=auto,
         backend=backend,
@@ -171,7 +183,7 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
     if as_json:
         print(_as_json(outcome))
         return
-    print(_as_text(outcome, wish.spec), flush=True)
+    print(_as_text(outcome), flush=True)
     for said in outcome.warnings:
         tell(f"warning: {said}")
     end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
@@ -204,10 +216,13 @@ def _as_json(outcome: "Outcome") -> str:
     found = {
         "folder": str(outcome.folder),
         "quantized_layers": outcome.layers,
+        "method": outcome.method,
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
         "wider": list(outcome.wider),
+        "narrowed": outcome.narrowed,
         "smoothed": [asdict(link) for link in outcome.smoothed],
+        "rotated": None if outcome.rotated is None else asdict(outcome.rotated),
         "outliers": [asdict(one) for one in outcome.outliers],
         "warnings": list(outcome.warnings),
         "timings": [
@@ -218,14 +233,14 @@ def _as_json(outcome: "Outcome") -> str:
     return json.dumps(json_numbers(found), allow_nan=False)
 
 
-def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
+def _as_text(outcome: "Outcome") -> str:
     """Format the comparison for the terminal."""
     schemes = " and ".join(
         scheme if count == outcome.layers else f"{count} {scheme}"
         for scheme, count in outcome.schemes.items()
     )
     lines = [
-        f"{outcome.layers} layers, {schemes} by {spec.resolved_method}, "
+        f"{outcome.layers} layers, {schemes} by {outcome.method}, "
         f"run by {', '.join(outcome.comparison.backends)}",
         "",
         str(outcome.comparison),
@@ -236,6 +251,12 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
             f"outlier channels       {len(outcome.outliers)}, size over the median channel's: "
             f"{shown}"
         )
+    if outcome.rotated is not None:
+        stream = f", the stream of {outcome.rotated.stream}" if outcome.rotated.stream else ""
+        loose = "; the head is untied for it" if outcome.rotated.untied else ""
+        lines.append(
+            f"rotated                values of {outcome.rotated.values} attentions{stream}{loose}"
+        )
     if outcome.smoothed:
         before, after = (
             sum(errors) / len(outcome.smoothed)
@@ -245,6 +266,8 @@ def _as_text(outcome: "Outcome", spec: QuantSpec) -> str:
             f"smoothed               {len(outcome.smoothed)} inputs of layers, exactly; "
             f"error of their products {before:.2%} -> {after:.2%}"
         )
+    if outcome.narrowed:
+        lines.append(f"the table              {outcome.narrowed}")
     if outcome.wider:
         lines.append(f"8 bits, where 4 cost most: {', '.join(outcome.wider)}")
     if outcome.kept:

@@ -207,12 +207,22 @@ def _bytes_line(name: str, pair: tuple[int, int]) -> str:
 
 
 def compare(
-    full: Model, small: Model, batches: Sequence[Batch], *, material: str, worst: int = 5
+    full: Model,
+    small: Model,
+    batches: Sequence[Batch],
+    *,
+    material: str,
+    worst: int = 5,
+    rotated: Model | None = None,
 ) -> Comparison:
-    """Measure both models, now."""
+    """Measure both models, now.
+
+    `rotated`: the full model with its channels rotated as those of the small one were.
+    """
     if not batches:
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
-    twin = smoothed_alike(full, small, batches[0])
+    alike = full if rotated is None else rotated
+    twin = smoothed_alike(alike, small, batches[0])
     errors = sorted(layer_errors(twin, small, batches[0]), key=lambda error: -error[1])
     agreement = agree(full, small, batches)
     prefill, decode = speeds(full, small)
@@ -224,7 +234,7 @@ def compare(
         layers=tuple(errors[:worst]),
         backends=quantization_report(small).backends,
         material=material,
-        operands=_operands(full, small, batches[0]),
+        operands=_operands(alike, small, batches[0]),
         kv_cache=cache_cost(small, batches[: -(-len(batches) // CACHED)]),
     )
 
