@@ -21,6 +21,8 @@ INCLUDED_BY = {
     "integer_x86.h": "integer.c",
     "step_parts.h": "step.c",
     "step_attention.h": "step.c",
+    "train_parts.h": "train.c",
+    "train_attention.h": "train.c",
 }
 
 
@@ -70,6 +72,28 @@ FAULTS = (
     Fault("errors are carried the wrong way", "grids.c", "by[l] = -(was -", "by[l] = (was -", "columns_make_up_for_errors"),
     Fault("a slope that stays", "grids.c", "if (moved) carry(tile, i, inputs, moment, by);", "(void)moved;", "columns_make_up_for_errors"),
     Fault("rows share the first's grid", "grids.c", "struct grid grid = {grids->scale[at], grids->zero[at]};", "struct grid grid = {grids->scale[0], grids->zero[0]}; (void)at;", "columns_make_up_for_errors"),
+    Fault("training scores without their scale", "train_attention.h", "lanes v = NAME(weight)(*(stored *)(row + s) * scale, most);", "lanes v = NAME(weight)(*(stored *)(row + s), most);", "attention_is_torchs"),
+    Fault("gradients of scores without their scale", "train_attention.h", "- all) * scale;", "- all);", "attention_is_torchs"),
+    Fault("the softmax's own part of a gradient is lost", "train_attention.h", "- all) * scale;", ") * scale;", "attention_is_torchs"),
+    Fault("heads of a group forget each other", "train_attention.h", "onto = 1;", "onto = 0;", "attention_is_torchs"),
+    Fault("weights of the past are not turned", "train_attention.h", "struct side p_turned = {weights, 1, full};", "struct side p_turned = {weights, full, 1};", "attention_is_torchs"),
+    Fault("a mask is every head's first row", "train_attention.h", "n * a->allow_head + t * a->allow_row", "n * a->allow_head", "attention_is_torchs"),
+    Fault("the last of a row is written over", "train_attention.h", "sums[r][v], v + 1 < vectors ? WIDTH : left);", "sums[r][v], WIDTH);", "attention_is_torchs"),
+    Fault("training sees one token ahead", "train_attention.h", "a->causal && t + 1 < keys ? t + 1 : keys", "a->causal && t + 2 < keys ? t + 2 : keys", "attention_reads_no_future"),
+    Fault("a LayerNorm keeps its mean", "train_parts.h", "mean = SUM(sums) / (float)D;", "mean = 0;", "norms_are_torchs"),
+    Fault("a norm's gradient without its length", "train_parts.h", "(g - least - n * slope)", "(g - least)", "norms_are_torchs"),
+    Fault("pieces of a gain are not added", "train.c", "norm->d_gain[i] += norm->d_gain[piece * D + i]", "norm->d_gain[i] += 0 * norm->d_gain[piece * D + i]", "norms_are_torchs"),
+    Fault("a gate's slope is its value", "train_parts.h", "d * u * s * (1.0f + g * (1.0f - s))", "d * u * s", "gates_are_torchs"),
+    Fault("gradients turn the same way", "train_parts.h", "if (turn->back) s = -s;", "", "rotations_are_the_plain_ones"),
+    Fault("what is not rotated is lost", "train_parts.h", "i < turn->width; i++) y[i] = x[i];", "i < turn->width; i++) y[i] = 0;", "rotations_are_the_plain_ones"),
+    Fault("every row counts alike", "train_parts.h", "lanes factor = FILL(weight / sum)", "lanes factor = FILL(1.0f / sum)", "losses_are_torchs"),
+    Fault("a smoothed target is whole", "train_parts.h", "-= (1.0f - loss->smoothing) * weight", "-= weight", "losses_are_torchs"),
+    Fault("the last classes are not summed", "train_parts.h", "for (int l = (int)left; l < WIDTH; l++) v[l] = 0.0f;\n            NAME(put)(row + i, v, left);", "NAME(put)(row + i, v, left);", "losses_are_torchs"),
+    Fault("decay is everywhere", "train_parts.h", "update->lr * tensor->decay", "update->lr * update->tensors[0].decay", "updates_are_torchs"),
+    Fault("the second moment is not corrected", "train.c", "tensor->root = sqrt(1.0 - pow(update->beta2, step));", "tensor->root = 1.0;", "updates_are_torchs"),
+    Fault("clipping is forgotten", "train_parts.h", "NAME(get)(g + i, left) * scale,", "NAME(get)(g + i, left),", "updates_are_torchs"),
+    Fault("a norm of the last piece", "train.c", "total += update->sums[i];", "total = update->sums[i];", "updates_are_torchs"),
+    Fault("pieces of a gain depend on the threads", "train.c", "share(variants, norm, pieces, NORM_ROWS * D, norm->threads);", "variants[glass_variant()](norm, 0, norm->threads > 1 ? pieces - 1 : pieces);", "threads_change_no_training_bit"),
     Fault("threads leave gaps", "native.c", "first + all->chunk;", "first + all->chunk - 1;", "threads_change_nothing"),
 )  # fmt: skip
 

@@ -15,8 +15,18 @@ from pathlib import Path
 from glassformer.spec.errors import MachineError
 
 HERE = Path(__file__).parent
-SOURCES = ("native.c", "floating.c", "integer.c", "packed.c", "grids.c", "step.c")
-HEADERS = ("native.h", "floating_block.h", "integer_x86.h", "step_parts.h", "step_attention.h")
+SOURCES = ("native.c", "floating.c", "integer.c", "packed.c", "grids.c", "step.c", "train.c")
+HEADERS = (
+    "native.h",
+    "floating_block.h",
+    "integer_x86.h",
+    "each_width.h",
+    "lanes.h",
+    "step_parts.h",
+    "step_attention.h",
+    "train_parts.h",
+    "train_attention.h",
+)
 LIBRARY = HERE / ("_native" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
 #: No contraction to fused operations: every variant does exactly the operations in the source.
 FLAGS = (
