@@ -5,6 +5,7 @@ every variant that the machine has.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -69,15 +70,15 @@ def attention_is_torchs() -> None:
         allow[..., 1] = True
         masks = [(None, False), (allow, False), (allow[:1, 0], False), (allow[..., :1, :], False)]
         for mask, causal in masks + ([(None, True)] if T == S else []):
-            compare(
-                lambda q, k, v: train_kernels.attention(
-                    q, k, v, allow=mask, causal=causal, scale=0.3
-                ),
-                lambda q, k, v: F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, scale=0.3, enable_gqa=N != K
-                ),
-                given,
+            ours = partial(train_kernels.attention, allow=mask, causal=causal, scale=0.3)
+            torchs = partial(
+                F.scaled_dot_product_attention,
+                attn_mask=mask,
+                is_causal=causal,
+                scale=0.3,
+                enable_gqa=N != K,
             )
+            compare(ours, torchs, given)
 
 
 def attention_reads_no_future() -> None:
@@ -106,19 +107,20 @@ def norms_are_torchs() -> None:
     for width in (1, 7, 64, 131):
         x, gain, bias = single(5, 37, width), single(width, seed=1), single(width, seed=2)
         x = x + 3.0
-        for kind in ("layer", "bare", "rms"):
-            shape, given = (width,), [x, gain, bias] if kind == "layer" else [x, gain]
-            compare(
-                lambda x, gain, *bias: train_kernels.norm(
-                    x, gain, *(bias or (None,)), eps=0.1, centred=kind != "rms"
-                ),
-                lambda x, gain, *bias: (
-                    F.rms_norm(x, shape, gain, 0.1)
-                    if kind == "rms"
-                    else F.layer_norm(x, shape, gain, *(bias or (None,)), 0.1)
-                ),
-                given,
-            )
+        layer = partial(train_kernels.norm, eps=0.1, centred=True)
+        compare(
+            layer, lambda x, *parts: F.layer_norm(x, x.shape[-1:], *parts, 0.1), [x, gain, bias]
+        )
+        compare(
+            lambda x, gain: train_kernels.norm(x, gain, None, eps=0.1, centred=True),
+            lambda x, gain: F.layer_norm(x, x.shape[-1:], gain, None, 0.1),
+            [x, gain],
+        )
+        compare(
+            lambda x, gain: train_kernels.norm(x, gain, None, eps=0.1, centred=False),
+            lambda x, gain: F.rms_norm(x, x.shape[-1:], gain, 0.1),
+            [x, gain],
+        )
 
 
 def gates_are_torchs() -> None:
@@ -135,8 +137,8 @@ def rotations_are_the_plain_ones() -> None:
             angles = single(*shape, seed=1)
             cos, sin = angles.cos(), angles.sin()
             compare(
-                lambda x: train_kernels.turned(x, cos, sin),
-                lambda x: rotate(x, cos.double(), sin.double()),
+                partial(train_kernels.turned, cos=cos, sin=sin),
+                partial(rotate, cos=cos.double(), sin=sin.double()),
                 [_heads(B, N, T, H, seed=2)],
             )
 

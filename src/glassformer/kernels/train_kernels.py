@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glassformer.kernels import c_library
+from glassformer.kernels.build import TRAINING, digest
 from glassformer.kernels.threads import product_threads
 from glassformer.spec.errors import MachineError
 
@@ -48,6 +49,11 @@ def in_use(*tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
     )
+
+
+def identity() -> str | None:
+    """Return what the bits of the kernels depend on: variant and sources; None without them."""
+    return f"{c_library.variant()} {digest(TRAINING)}" if c_library.available() else None
 
 
 # --- structures, as train.c has them --------------------------------------------------------------

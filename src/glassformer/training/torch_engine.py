@@ -214,7 +214,8 @@ class TorchEngine:
         for parameter in self.parameters:
             parameter.grad = None
         total: list[Tensor] = []
-        with self._dropout_from(seed), training_kernels():
+        plain = self.train.precision != "float32"
+        with self._dropout_from(seed), contextlib.nullcontext() if plain else training_kernels():
             for i, batch in enumerate(batches):
                 found = BalanceLosses(self.part.everywhere) if self.routed else None
                 share = shares[i] if self.routed else None
