@@ -228,7 +228,7 @@ class _AttentionPart(torch.autograd.Function):
         return out_BNTH
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out_BNTH: Tensor) -> Any:
         q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow = ctx.saved_tensors
         d_out_BNTH = _rows_together(d_out_BNTH)
@@ -271,7 +271,7 @@ class _NormPart(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, gain_D, bias_D, mean_M, rate_M = ctx.saved_tensors
         dy, dx, (rows, width) = dy.contiguous(), torch.empty_like(x), (len(rate_M), x.shape[-1])
@@ -311,7 +311,7 @@ class _GatePart(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate_BTF, up_BTF = ctx.saved_tensors
         dy, d_gate, d_up = dy.contiguous(), torch.empty_like(gate_BTF), torch.empty_like(up_BTF)
@@ -349,7 +349,7 @@ class _TurnPart(torch.autograd.Function):
         return _turn(x_BNTH, cos, sin, back=False)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy_BNTH: Tensor) -> Any:
         return _turn(dy_BNTH, *ctx.saved_tensors, back=True), None, None
 
@@ -435,7 +435,7 @@ class FusedAdamW:
         if self._made is None or self._made[0] != key:
             self._made = key, self._table(held)
         job, slots, _ = self._made[1]
-        gradients = [p.grad for p, _ in held]
+        gradients = [p.grad for p, _ in held if p.grad is not None]
         self._kept = [g if g.is_contiguous() else g.contiguous() for g in gradients]
         slots[:] = [g.data_ptr() for g in self._kept]
         job.threads = product_threads()
