@@ -113,7 +113,7 @@ STEP_FAULTS = (
     Fault("biases of other heads", "step_attention.h", "((const float *)op->weight)[own]", "((const float *)op->weight)[0]", "alibi"),
     Fault("what was summed is not scaled down", "step_attention.h", "NAME(get)(query->sums, WIDTH) * FILL(down)", "NAME(get)(query->sums, WIDTH)", "long_rows_are_uncached"),
     Fault("values that were added are not scaled down", "step_attention.h", "h + v * WIDTH, WIDTH) * FILL(down[r])", "h + v * WIDTH, WIDTH)", "long_rows_are_uncached"),
-    Fault("what is left of a head is not scaled down", "step_attention.h", "out[r][i] *= down[r]", "(void)down", "long_rows_are_uncached"),
+    Fault("what is left of a head is not scaled down", "step_attention.h", "out[r][i] *= down[r]", "(void)down", "long_rows_are_uncached", "avx2"),
     Fault("a query has the weights of the one before", "step_attention.h", "tile->scores + r, out + r", "tile->scores + (r ? r - 1 : 0), out + r", "none"),
     Fault("a query attends beyond its own position", "step_attention.h", "at % WIDTH; at++) scores[at] = -INFINITY", "at % WIDTH; at++) scores[at] += 0", "long_rows_are_uncached"),
     Fault("what is not attended to counts as nothing", "step_attention.h", "1, H, from[r], to[r])", "1, H, from[r], end)", "what_comes_later_is_not_read"),
@@ -154,7 +154,7 @@ STEP_FAULTS = (
     Fault("beams run past an end", "step.c", "if (among(tokens[i], all->ends, all->n_ends)) return 0;", "if (among(tokens[i], all->ends, 0)) return 0;", "native_beam_runs_are_steps"),
     Fault("beams run past their item's end", "step.c", "return !(all->last[item] >= (soon > late ? soon : late));", "(void)soon, (void)late; return 1;", "native_beam_runs_are_steps"),
     Fault("beams keep their pages", "step.c", "all->table, parents, rows, width);", "all->table, step->row, rows, width), (void)parents;", "native_beam_runs_are_steps"),
-    Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step"),
+    Fault("a team leaves gaps", "native.c", "int64_t last = first + chunk < count ? first + chunk : count;", "int64_t last = first + chunk < count ? first + chunk - 1 : count;", "threads_change_no_step", "avx2"),
 )  # fmt: skip
 
 

@@ -62,13 +62,18 @@ _POINTER, _WIDE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 
 
-class _Heads(ctypes.Structure):
-    _fields_ = [("at", _POINTER), ("batch", _WIDE), ("head", _WIDE), ("row", _WIDE)]
+def _heads_of(name: str) -> list[tuple[str, Any]]:
+    """Return the fields of a `struct heads`, flat: a structure within another is slow to make."""
+    return [(f"{name}_at", _POINTER), *((f"{name}_{x}", _WIDE) for x in ("batch", "head", "row"))]
 
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, _Heads) for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
+        *(
+            field
+            for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
+            for field in _heads_of(name)
+        ),
         ("kept", _POINTER),
         ("allow", _POINTER),
         *((name, _WIDE) for name in ("allow_batch", "allow_head", "allow_row", "allow_key")),
@@ -108,7 +113,8 @@ class _Gate(ctypes.Structure):
 
 class _Turn(ctypes.Structure):
     _fields_ = [
-        *((name, _Heads) for name in ("x", "y")),
+        *_heads_of("x"),
+        *_heads_of("y"),
         *((name, _POINTER) for name in ("cos", "sin")),
         *((n, _WIDE) for n in ("batch", "sequences", "heads", "length", "width", "half")),
         *((name, _NUMBER) for name in ("back", "threads")),
@@ -141,12 +147,10 @@ def _call(name: str, job: ctypes.Structure) -> None:
         raise MachineError("no memory for attention's weights", hint="smaller batches")
 
 
-def _heads(x_BNTH: Tensor | None) -> _Heads:
-    if x_BNTH is None:
-        return _Heads()
+def _heads(x_BNTH: Tensor) -> tuple[int, int, int, int]:
     batch, head, row, one = x_BNTH.stride()
     assert one == 1
-    return _Heads(x_BNTH.data_ptr(), batch, head, row)
+    return x_BNTH.data_ptr(), batch, head, row
 
 
 def _rows_together(x_BNTH: Tensor) -> Tensor:
@@ -196,13 +200,14 @@ def _attention_job(
     allow: Tensor | None,
     causal: bool,
     scale: float,
-    slopes: Sequence[Tensor | None] = (None, None, None, None),
+    slopes: Sequence[Tensor] = (),
 ) -> _Attention:
     (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
     strides = (0, 0, 0, 0) if allow is None else allow.stride()
-    whole = (q_BNTH, k_BKSH, v_BKSH, out_BNTH, *slopes)
+    fields = [n for x in (q_BNTH, k_BKSH, v_BKSH, out_BNTH, *slopes) for n in _heads(x)]
+    fields += [0] * (32 - len(fields))
     return _Attention(
-        *(_heads(x) for x in whole), kept_BNT2.data_ptr(), _address(allow), *strides,
+        *fields, kept_BNT2.data_ptr(), _address(allow), *strides,
         B, N, K, T, S, H, scale, causal, product_threads(), 0,
     )  # fmt: skip
 
@@ -334,7 +339,7 @@ def _turn(x_BNTH: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     B, N, T, H = x_BNTH.shape
     apart = 0 if cos.ndim == 2 else cos.stride(0)
     job = _Turn(
-        _heads(x_BNTH), _heads(y_BNTH), cos.data_ptr(), sin.data_ptr(), apart, B, N, T, H,
+        *_heads(x_BNTH), *_heads(y_BNTH), cos.data_ptr(), sin.data_ptr(), apart, B, N, T, H,
         cos.shape[-1], back, product_threads(),
     )  # fmt: skip
     _call("glass_turn", job)
@@ -387,6 +392,7 @@ class FusedAdamW:
             for parameter in group["params"]
         ]
         self._made: tuple[list[int], Any] | None = None
+        self._ready: Any = None
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer) -> bool:
@@ -406,18 +412,18 @@ class FusedAdamW:
 
     def forget(self) -> None:
         """Look for the state's tensors again: they were replaced."""
-        self._made = None
+        self._made = self._ready = None
 
     def norm(self) -> float:
         """Return the norm of the gradients that are there."""
-        job = self._job()
-        return (
-            0.0 if job is None else float(c_library.library().glass_total_norm(ctypes.byref(job)))
-        )
+        job = self._ready = self._job()
+        if job is None:
+            return 0.0
+        return float(c_library.library().glass_total_norm(ctypes.byref(job)))
 
     def step(self, *, lr: float, scale: float) -> None:
-        """Update by gradients times `scale`."""
-        job = self._job()
+        """Update by gradients times `scale`: those whose norm was taken last."""
+        job, self._ready = self._ready, None
         if job is None:
             return
         group = self.optimizer.param_groups[0]
