@@ -103,23 +103,12 @@ def attention_reads_no_future() -> None:
 
 
 def norms_are_torchs() -> None:
-    """LayerNorm with and without a bias, and RMSNorm, of more rows than a piece has."""
+    """RMSNorm, of more rows than a piece has."""
     for width in (1, 7, 64, 131):
-        x, gain, bias = single(5, 37, width), single(width, seed=1), single(width, seed=2)
-        x = x + 3.0
-        layer = partial(train_kernels.norm, eps=0.1, centred=True)
         compare(
-            layer, lambda x, *parts: F.layer_norm(x, x.shape[-1:], *parts, 0.1), [x, gain, bias]
-        )
-        compare(
-            lambda x, gain: train_kernels.norm(x, gain, None, eps=0.1, centred=True),
-            lambda x, gain: F.layer_norm(x, x.shape[-1:], gain, None, 0.1),
-            [x, gain],
-        )
-        compare(
-            lambda x, gain: train_kernels.norm(x, gain, None, eps=0.1, centred=False),
+            partial(train_kernels.rms_norm, eps=0.1),
             lambda x, gain: F.rms_norm(x, x.shape[-1:], gain, 0.1),
-            [x, gain],
+            [single(5, 37, width), single(width, seed=1)],
         )
 
 
@@ -212,7 +201,7 @@ def threads_change_no_training_bit() -> None:
             out = train_kernels.attention(
                 train_kernels.turned(q, cos, sin), k, v, allow=None, causal=True, scale=0.25
             )
-            y = train_kernels.norm(x, gain, None, eps=1e-5, centred=True)
+            y = train_kernels.rms_norm(x, gain, eps=1e-5)
             y = train_kernels.gated(y, x)
             slopes = torch.autograd.grad(out.square().sum() + y.square().sum(), (q, k, v, x, gain))
             logits = single(331, 1009, seed=8)

@@ -149,11 +149,8 @@ FAULTS = {
         lambda f: lambda *x, **k: f(*x, **(k | {"allow": None})),
     ),
     "keys for values": ("attention", lambda f: lambda q, k, v, **o: f(q, k, k, **o)),
-    "RMSNorm takes the mean off": (
-        "norm",
-        lambda f: lambda *x, **k: f(*x, **(k | {"centred": True})),
-    ),
-    "another eps": ("norm", lambda f: lambda *x, **k: f(*x, **(k | {"eps": 0.1}))),
+    "another eps": ("rms_norm", lambda f: lambda *x, eps: f(*x, eps=0.1)),
+    "a gain twice": ("rms_norm", lambda f: lambda x, g, eps: f(x, 2 * g, eps=eps)),
     "gate and up exchanged": ("gated", lambda f: lambda gate, up: f(up, gate)),
     "rotated backwards": ("turned", lambda f: lambda x, cos, sin: f(x, cos, -sin)),
     "every row counts": ("loss_rows", lambda f: lambda x, t, w, s: f(x, t, torch.ones_like(w), s)),

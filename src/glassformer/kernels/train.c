@@ -1,5 +1,5 @@
 /* A training step's passes over memory, each in one go and with its gradient: attention of short
-   sequences, the loss, norms, the gate of SwiGLU, rotary positions, clipping and AdamW.
+   sequences, the loss, RMSNorm, the gate of SwiGLU, rotary positions, clipping and AdamW.
 
    train_kernels.py makes them parts of torch's graph. Every item of shared work is computed in an
    order of its own, so that the number of threads changes no bit. */
@@ -53,12 +53,12 @@ struct loss {
 };
 
 struct norm {
-    const float *x, *gain, *bias; /* bias or null */
-    float *y;                     /* backward: dy */
-    float *mean, *rate, *dx, *d_gain, *d_bias;
+    const float *x, *gain;
+    float *y; /* backward: dy */
+    float *rate, *dx, *d_gain;
     int64_t rows, width;
     float eps;
-    int32_t centred, threads;
+    int32_t threads;
 };
 
 struct gate {
@@ -142,8 +142,6 @@ EXPORT void glass_norm_backward(struct norm *norm) {
     share(variants, norm, pieces, NORM_ROWS * D, norm->threads);
     for (int64_t piece = 1; piece < pieces; piece++)
         for (int64_t i = 0; i < D; i++) norm->d_gain[i] += norm->d_gain[piece * D + i];
-    for (int64_t piece = 1; piece < pieces && norm->bias; piece++)
-        for (int64_t i = 0; i < D; i++) norm->d_bias[i] += norm->d_bias[piece * D + i];
 }
 
 EXPORT int64_t glass_norm_pieces(int64_t rows) { return (rows + NORM_ROWS - 1) / NORM_ROWS; }

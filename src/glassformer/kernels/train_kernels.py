@@ -95,11 +95,10 @@ class _Loss(ctypes.Structure):
 
 class _Norm(ctypes.Structure):
     _fields_ = [
-        *((n, _POINTER) for n in ("x", "gain", "bias", "y", "mean", "rate", "dx")),
-        *((name, _POINTER) for name in ("d_gain", "d_bias")),
+        *((name, _POINTER) for name in ("x", "gain", "y", "rate", "dx", "d_gain")),
         *((name, _WIDE) for name in ("rows", "width")),
         ("eps", _FLOAT),
-        *((name, _NUMBER) for name in ("centred", "threads")),
+        ("threads", _NUMBER),
     ]
 
 
@@ -246,53 +245,38 @@ class _AttentionPart(torch.autograd.Function):
         return (*slopes, None, None, None)
 
 
-# --- norms ----------------------------------------------------------------------------------------
+# --- RMSNorm --------------------------------------------------------------------------------------
 
 
-def norm(x: Tensor, gain_D: Tensor, bias_D: Tensor | None, *, eps: float, centred: bool) -> Tensor:
-    """Return LayerNorm (`centred`) or RMSNorm over the last dimension."""
+def rms_norm(x: Tensor, gain_D: Tensor, *, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
     apply: Callable[..., Tensor] = _NormPart.apply
-    return apply(x, gain_D, bias_D, eps, centred)
+    return apply(x, gain_D, eps)
 
 
 class _NormPart(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gain_D: Tensor, bias_D: Tensor | None, eps: float, centred: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y, (rows, width) = torch.empty_like(x), (x.numel() // x.shape[-1], x.shape[-1])
         rate_M = x.new_empty(rows)
-        mean_M = x.new_empty(rows) if centred else None
-        _call(
-            "glass_norm_forward",
-            _Norm(
-                x.data_ptr(), gain_D.data_ptr(), _address(bias_D), y.data_ptr(), _address(mean_M),
-                rate_M.data_ptr(), None, None, None, rows, width, eps, centred, product_threads(),
-            ),
-        )  # fmt: skip
-        ctx.save_for_backward(x, gain_D, bias_D, mean_M, rate_M)
-        ctx.eps, ctx.centred = eps, centred
+        addresses = (part.data_ptr() for part in (x, gain_D, y, rate_M))
+        job = _Norm(*addresses, None, None, rows, width, eps, product_threads())
+        _call("glass_norm_forward", job)
+        ctx.save_for_backward(x, gain_D, rate_M)
+        ctx.eps = eps
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, gain_D, bias_D, mean_M, rate_M = ctx.saved_tensors
+        x, gain_D, rate_M = ctx.saved_tensors
         dy, dx, (rows, width) = dy.contiguous(), torch.empty_like(x), (len(rate_M), x.shape[-1])
-        pieces = c_library.library().glass_norm_pieces(rows)
-        d_gain = x.new_empty(pieces, width)
-        d_bias = None if bias_D is None else x.new_empty(pieces, width)
-        _call(
-            "glass_norm_backward",
-            _Norm(
-                x.data_ptr(), gain_D.data_ptr(), _address(bias_D), dy.data_ptr(), _address(mean_M),
-                rate_M.data_ptr(), dx.data_ptr(), d_gain.data_ptr(), _address(d_bias), rows, width,
-                ctx.eps, ctx.centred, product_threads(),
-            ),
-        )  # fmt: skip
-        # Copies: a gradient that is a row of a larger array would keep all of it in memory.
-        return dx, d_gain[0].clone(), None if d_bias is None else d_bias[0].clone(), None, None
+        d_gain = x.new_empty(c_library.library().glass_norm_pieces(rows), width)
+        addresses = (part.data_ptr() for part in (x, gain_D, dy, rate_M, dx, d_gain))
+        _call("glass_norm_backward", _Norm(*addresses, rows, width, ctx.eps, product_threads()))
+        # A copy: a gradient that is a row of a larger array would keep all of it in memory.
+        return dx, d_gain[0].clone(), None
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------

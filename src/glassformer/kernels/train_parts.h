@@ -47,67 +47,51 @@ TARGET static void NAME(loss)(void *data, int64_t first, int64_t last) {
     }
 }
 
-/* --- norms ------------------------------------------------------------------------------------ */
+/* --- RMSNorm ---------------------------------------------------------------------------------- */
 
-/* y = (x - mean) * rate * gain (+ bias), rate = 1 / sqrt(var + eps); RMSNorm has no mean. */
+/* y = x * rate * gain, rate = 1 / sqrt(mean(x^2) + eps). */
 TARGET static void NAME(norm_forward)(void *data, int64_t first, int64_t last) {
     const struct norm *norm = data;
     int64_t D = norm->width;
     for (int64_t m = first; m < last; m++) {
         const float *x = norm->x + m * D;
-        float *y = norm->y + m * D, mean = 0.0f;
         lanes sums = FILL(0.0f);
-        if (norm->centred) {
-            for (int64_t i = 0; i < D; i += WIDTH) sums += NAME(get)(x + i, D - i);
-            mean = SUM(sums) / (float)D;
-            sums = FILL(0.0f);
-        }
         for (int64_t i = 0; i < D; i += WIDTH) {
-            lanes v = NAME(get)(x + i, D - i) - FILL(mean);
-            for (int l = (int)(D - i); l < WIDTH; l++) v[l] = 0.0f;
+            lanes v = NAME(get)(x + i, D - i);
             sums = FMA(v, v, sums);
         }
         float rate = 1.0f / sqrtf(SUM(sums) / (float)D + norm->eps);
         norm->rate[m] = rate;
-        if (norm->centred) norm->mean[m] = mean;
         for (int64_t i = 0; i < D; i += WIDTH) {
-            lanes v = (NAME(get)(x + i, D - i) - FILL(mean)) * FILL(rate);
-            v *= NAME(get)(norm->gain + i, D - i);
-            if (norm->bias) v += NAME(get)(norm->bias + i, D - i);
-            NAME(put)(y + i, v, D - i);
+            lanes v = NAME(get)(x + i, D - i) * FILL(rate) * NAME(get)(norm->gain + i, D - i);
+            NAME(put)(norm->y + m * D + i, v, D - i);
         }
     }
 }
 
-/* n = (x - mean) rate, g = dy gain:  dx = rate (g - mean(g) - n mean(g n)),
-   dgain = sum(dy n), dbias = sum(dy). An item is a piece of NORM_ROWS rows, with sums of its own. */
+/* n = x rate, g = dy gain:  dx = rate (g - n mean(g n)),  dgain = sum(dy n).
+   An item is a piece of NORM_ROWS rows, with a sum of its own. */
 TARGET static void NAME(norm_backward)(void *data, int64_t first, int64_t last) {
     const struct norm *norm = data;
     int64_t D = norm->width;
     for (int64_t piece = first; piece < last; piece++) {
         int64_t begin = piece * NORM_ROWS;
         int64_t end = begin + NORM_ROWS < norm->rows ? begin + NORM_ROWS : norm->rows;
-        float *d_gain = norm->d_gain + piece * D, *d_bias = norm->d_bias + piece * D;
+        float *d_gain = norm->d_gain + piece * D;
         memset(d_gain, 0, sizeof(float) * (size_t)D);
-        if (norm->bias) memset(d_bias, 0, sizeof(float) * (size_t)D);
         for (int64_t m = begin; m < end; m++) {
             const float *x = norm->x + m * D, *dy = norm->y + m * D;
-            float mean = norm->centred ? norm->mean[m] : 0.0f, rate = norm->rate[m];
-            lanes plain = FILL(0.0f), turned = FILL(0.0f);
+            lanes rate = FILL(norm->rate[m]), along = FILL(0.0f);
             for (int64_t i = 0; i < D; i += WIDTH) {
-                lanes d = NAME(get)(dy + i, D - i), g = d * NAME(get)(norm->gain + i, D - i);
-                lanes n = (NAME(get)(x + i, D - i) - FILL(mean)) * FILL(rate);
-                plain += g;
-                turned = FMA(g, n, turned);
+                lanes d = NAME(get)(dy + i, D - i), n = NAME(get)(x + i, D - i) * rate;
+                along = FMA(d * NAME(get)(norm->gain + i, D - i), n, along);
                 NAME(put)(d_gain + i, FMA(d, n, NAME(get)(d_gain + i, D - i)), D - i);
-                if (norm->bias) NAME(put)(d_bias + i, NAME(get)(d_bias + i, D - i) + d, D - i);
             }
-            lanes least = FILL(norm->centred ? SUM(plain) / (float)D : 0.0f);
-            lanes slope = FILL(SUM(turned) / (float)D);
+            lanes slope = FILL(SUM(along) / (float)D);
             for (int64_t i = 0; i < D; i += WIDTH) {
                 lanes g = NAME(get)(dy + i, D - i) * NAME(get)(norm->gain + i, D - i);
-                lanes n = (NAME(get)(x + i, D - i) - FILL(mean)) * FILL(rate);
-                NAME(put)(norm->dx + m * D + i, (g - least - n * slope) * FILL(rate), D - i);
+                lanes n = NAME(get)(x + i, D - i) * rate;
+                NAME(put)(norm->dx + m * D + i, (g - n * slope) * rate, D - i);
             }
         }
     }

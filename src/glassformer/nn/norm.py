@@ -25,8 +25,6 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if train_kernels.in_use(x, self.weight):
-            return train_kernels.norm(x, self.weight, self.bias, eps=self.eps, centred=True)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -48,7 +46,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if train_kernels.in_use(x, self.weight):
             gain = 1.0 + self.weight if self.offset else self.weight
-            return train_kernels.norm(x, gain, None, eps=self.eps, centred=False)
+            return train_kernels.rms_norm(x, gain, eps=self.eps)
         wide = as_float(x)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.offset:  # the sum is not rounded to half precision, and neither is its product
