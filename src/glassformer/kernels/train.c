@@ -10,7 +10,7 @@
 
 #include "native.h"
 
-#define BLOCK_ROWS 64 /* queries whose weights are in the cache together */
+#define BLOCK_ROWS 24 /* queries whose weights are in the cache together */
 #define MOST_ROWS 12  /* rows of a product whose sums are in registers, with one or two vectors each */
 #define WIDE_ROWS 6   /* with four */
 #define MOST_WIDE 4

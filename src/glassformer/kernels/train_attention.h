@@ -51,10 +51,10 @@ TARGET INLINE void NAME(block)(const struct side *a, const float *b, int64_t b_r
         for (; r + many <= rows; r += many, rest.from += many * a->row)                          \
             NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, many, vectors,    \
                         depth, left, onto);                                                      \
-        for (; r + 2 <= rows; r += 2, rest.from += 2 * a->row)                                   \
-            NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, 2, vectors,       \
+        for (; r + 4 <= rows; r += 4, rest.from += 4 * a->row)                                   \
+            NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, 4, vectors,       \
                         depth, left, onto);                                                      \
-        if (r < rows)                                                                            \
+        for (; r < rows; r++, rest.from += a->row)                                               \
             NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, 1, vectors,       \
                         depth, left, onto);                                                      \
     }
@@ -98,11 +98,28 @@ TARGET INLINE const float *NAME(padded)(const float *from, int64_t *stride, int6
 /* (rows, width) turned to (width, rows), with rows filled up to complete vectors of zeros. */
 TARGET INLINE void NAME(turned)(const float *from, int64_t stride, int64_t rows, int64_t width,
                                 float *to) {
-    int64_t full = WHOLE(rows);
-    for (int64_t i = 0; i < rows; i++)
+    int64_t full = WHOLE(rows), i = 0;
+#ifdef GLASS_X86
+    for (; i + 4 <= rows; i += 4) {
+        int64_t h = 0;
+        for (; h + 4 <= width; h += 4) {
+            const float *at = from + i * stride + h;
+            __m128 a = _mm_loadu_ps(at), b = _mm_loadu_ps(at + stride);
+            __m128 c = _mm_loadu_ps(at + 2 * stride), d = _mm_loadu_ps(at + 3 * stride);
+            _MM_TRANSPOSE4_PS(a, b, c, d);
+            _mm_storeu_ps(to + h * full + i, a);
+            _mm_storeu_ps(to + (h + 1) * full + i, b);
+            _mm_storeu_ps(to + (h + 2) * full + i, c);
+            _mm_storeu_ps(to + (h + 3) * full + i, d);
+        }
+        for (; h < width; h++)
+            for (int64_t r = i; r < i + 4; r++) to[h * full + r] = from[r * stride + h];
+    }
+#endif
+    for (; i < rows; i++)
         for (int64_t h = 0; h < width; h++) to[h * full + i] = from[i * stride + h];
     for (int64_t h = 0; h < width; h++)
-        for (int64_t i = rows; i < full; i++) to[h * full + i] = 0.0f;
+        for (i = rows; i < full; i++) to[h * full + i] = 0.0f;
 }
 
 /* Scores of query t become scores that may be attended to: -inf elsewhere, up to `full`. */
