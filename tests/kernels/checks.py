@@ -26,6 +26,7 @@ from glassformer.quant.schemes import (
     quantize_with_inputs,
 )
 from glassformer.spec.schemes import Int4, Int8, Scheme
+from tests.kernels.training_checks import TRAINING_CHECKS
 from tests.tiny import noise
 
 # B rows, I inputs, O outputs, G groups
@@ -348,4 +349,4 @@ CHECKS = {
         grids_are_the_reference,
         columns_make_up_for_errors,
     )
-}
+} | TRAINING_CHECKS

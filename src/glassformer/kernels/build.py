@@ -15,11 +15,13 @@ from pathlib import Path
 from glassformer.spec.errors import MachineError
 
 HERE = Path(__file__).parent
-SOURCES = ("native.c", "floating.c", "integer.c", "packed.c", "grids.c", "step.c")
+SOURCES = ("native.c", "floating.c", "integer.c", "packed.c", "grids.c", "step.c", "train.c")
 HEADERS = (
-    *("native.h", "rounding.h", "floating_block.h", "integer_x86.h"),
-    *("step_parts.h", "step_attention.h"),
+    *("native.h", "rounding.h", "floating_block.h", "integer_x86.h", "each_width.h", "lanes.h"),
+    *("step_parts.h", "step_attention.h", "train_parts.h", "train_attention.h"),
 )
+#: Those that the bits of a training step depend on.
+TRAINING = ("train.c", "train_parts.h", "train_attention.h", "lanes.h", "each_width.h")
 LIBRARY = HERE / ("_native" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
 #: No contraction to fused operations: every variant does exactly the operations in the source.
 FLAGS = (
@@ -34,10 +36,10 @@ COMPILERS = ("cc", "gcc", "clang")
 COMMAND = "python -m glassformer.kernels build"
 
 
-def digest() -> str:
-    """Return the digest of all C sources, headers and flags."""
+def digest(names: Sequence[str] = SOURCES + HEADERS) -> str:
+    """Return the digest of C sources, headers and flags: of all, or of some."""
     made = hashlib.sha256("\0".join(FLAGS).encode())
-    for name in SOURCES + HEADERS:
+    for name in names:
         made.update((HERE / name).read_bytes())
     return made.hexdigest()[:16]
 

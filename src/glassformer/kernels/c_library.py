@@ -19,6 +19,18 @@ from glassformer.spec.errors import InputError, MachineError, nearest
 
 #: The slowest first; an index is the variant's number in native.h.
 VARIANTS = ("portable", "avx2", "avx512-vnni")
+#: Passes of a training step, each of which takes one structure (train_kernels.py).
+TRAINING = (
+    "attention_forward",
+    "attention_backward",
+    "loss",
+    "norm_forward",
+    "norm_backward",
+    "gate_forward",
+    "gate_backward",
+    "turn",
+    "adamw",
+)
 
 
 def why_not() -> str:
@@ -93,6 +105,11 @@ def open_library(path: Path) -> ctypes.CDLL:
     found.glass_reserve.restype = wide
     found.glass_reorder.argtypes = [pointer, pointer, wide, pointer, pointer, wide, wide]
     found.glass_reorder.restype = None
+    for name in TRAINING:
+        getattr(found, f"glass_{name}").argtypes = [pointer]
+        getattr(found, f"glass_{name}").restype = number if "attention" in name else None
+    found.glass_norm_pieces.argtypes, found.glass_norm_pieces.restype = [wide], wide
+    found.glass_total_norm.argtypes, found.glass_total_norm.restype = [pointer], ctypes.c_double
     found.glass_use_threads_of(_torch_pool())
     return found
 

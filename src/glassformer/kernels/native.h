@@ -6,7 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+/* GLASS_PORTABLE_ONLY leaves out the other variants, for tests of what all have in common. */
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(GLASS_PORTABLE_ONLY)
 #define GLASS_X86 1
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,fma,f16c")))

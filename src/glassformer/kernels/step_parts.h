@@ -1,53 +1,7 @@
-/* Included by step.c once for each width of vectors: the parts of a model, for some rows each.
-
-   NAME(..) names what is made, TARGET says for which machine. The lines are the same for all: WIDTH
-   numbers are added and multiplied side by side. */
-
-#define lanes NAME(numbers)
-#define whole NAME(integers)
-#define stored NAME(stored_numbers)
-typedef float lanes __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t whole __attribute__((vector_size(4 * WIDTH)));
-typedef float stored __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+/* Included by step.c once for each width of vectors (each_width.h): the parts of a model, for some
+   rows each. */
 
 /* --- WIDTH numbers ---------------------------------------------------------------------------- */
-
-TARGET INLINE lanes NAME(get)(const float *from, int64_t count) {
-    lanes all = {0};
-    if (count >= WIDTH) return *(const stored *)from;
-    memcpy(&all, from, sizeof(float) * (size_t)count);
-    return all;
-}
-
-TARGET INLINE void NAME(put)(float *to, lanes all, int64_t count) {
-    if (count >= WIDTH) *(stored *)to = all;
-    else memcpy(to, &all, sizeof(float) * (size_t)count);
-}
-
-TARGET INLINE lanes NAME(pick)(whole mask, lanes yes, lanes no) {
-    return (lanes)((mask & (whole)yes) | (~mask & (whole)no));
-}
-
-/* exp(x) = 2^n exp(r), n whole: Cody and Waite's reduction, Cephes' polynomial. Below -87 it is
-   1.6e-38, above 88 it is 1.7e38; NaN stays NaN. */
-TARGET INLINE lanes NAME(exponential)(lanes x) {
-    const lanes low = (lanes){0} - 87.0f, high = (lanes){0} + 88.0f;
-    x = NAME(pick)(x < low, low, x);
-    x = NAME(pick)(x > high, high, x);
-    lanes shifted = FMA(x, FILL(1.44269504f), FILL(12582912.0f)); /* n in the lowest bits */
-    lanes n = shifted - 12582912.0f;
-    lanes r = FMA(n, FILL(2.12194440e-4f), FMA(n, FILL(-0.693359375f), x));
-    lanes y = FMA(r, FILL(1.9875691500e-4f), FILL(1.3981999507e-3f));
-    y = FMA(y, r, FILL(8.3334519073e-3f));
-    y = FMA(y, r, FILL(4.1665795894e-2f));
-    y = FMA(y, r, FILL(1.6666665459e-1f));
-    y = FMA(y, r, FILL(5.0000001201e-1f));
-    y = FMA(y, r * r, r) + 1.0f;
-    typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
-    return (lanes)((bits)y + ((bits)shifted << 23));
-}
-
-TARGET INLINE lanes NAME(sigmoid)(lanes x) { return 1.0f / (1.0f + NAME(exponential)(-x)); }
 
 /* x/2 (1 + erf(x / sqrt(2))), with erfc(z) = t (a1 + t (a2 + ..)) exp(-z^2) for z >= 0,
    t = 1 / (1 + p z): Abramowitz and Stegun, 7.1.26, wrong by 1.5e-7 at most. */
@@ -291,15 +245,3 @@ TARGET static int64_t NAME(likeliest)(float *logits, int64_t count, const int64_
     if (logprob) *logprob = logits[at] - all;
     return at;
 }
-
-#undef NAME
-#undef TARGET
-#undef WIDTH
-#undef FILL
-#undef SUM
-#undef LARGEST
-#undef WIDEN
-#undef FMA
-#undef lanes
-#undef whole
-#undef stored

@@ -37,6 +37,7 @@ from glassformer.spec.manifest import Parameter, check_fits, is_tied, manifest, 
 from glassformer.spec.model import (
     AnswerHead,
     ClassHead,
+    FactorizedEmbedding,
     Head,
     MaskedHead,
     ModelSpec,
@@ -152,10 +153,12 @@ class Model(Specified, ABC):
 
     def penalty(self) -> Tensor:
         """Return the regulariser that the spec adds to every loss: the L1 term of U, or 0."""
+        if not isinstance(self.spec.embedding, FactorizedEmbedding):
+            return next(self.parameters()).new_zeros(())
         terms = [
             part.penalty() for part in self.modules() if isinstance(part, FactorizedTokenEmbedding)
         ]
-        return torch.stack(terms).sum() if terms else next(self.parameters()).new_zeros(())
+        return torch.stack(terms).sum()
 
 
 class Holder(Protocol):

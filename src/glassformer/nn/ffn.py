@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.kernels import train_kernels
 from glassformer.nn.linear import (
     HAS_TRITON,
     TRITON_DTYPES,
@@ -39,7 +40,7 @@ def activate(x_BTF: Tensor, activation: str) -> Tensor:
     spare = not torch.is_grad_enabled()
     match activation:
         case "relu":
-            return F.relu(x_BTF, inplace=spare)
+            return F.relu(x_BTF, inplace=spare or train_kernels.in_use(x_BTF))
         case "relu2":
             return F.relu(x_BTF, inplace=spare).square()
         case "silu":
@@ -108,10 +109,12 @@ class SwiGLU(nn.Module):
         hidden_BTF = self._gated(x_BTD)
         if hidden_BTF is None:
             gate_BTF, up_BTF = side_by_side(x_BTD, (self.gate_proj, self.up_proj))
-            if self.clamp is None:
-                hidden_BTF = activate(gate_BTF, self.activation) * up_BTF
-            else:
+            if self.clamp is not None:
                 hidden_BTF = clamped_product(gate_BTF, up_BTF, self.clamp)
+            elif self.activation == "silu" and train_kernels.in_use(gate_BTF, up_BTF):
+                hidden_BTF = train_kernels.gated(gate_BTF, up_BTF)
+            else:
+                hidden_BTF = activate(gate_BTF, self.activation) * up_BTF
         hidden_BTF = tap(taps, "hidden", hidden_BTF)
         return tap(taps, "out", self.down_proj(self.dropout(hidden_BTF)))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.kernels import tables
+from glassformer.kernels import tables, train_kernels
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
@@ -260,6 +260,8 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Where the table is narrower than a head, the rest of the head stays as it is.
     """
     cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
+    if train_kernels.in_use(x_BNTH, cos):
+        return train_kernels.turned(x_BNTH, cos, sin)
     width = 2 * cos.shape[-1]
     first, second = x_BNTH[..., :width].chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from glassformer.kernels import train_kernels
 from glassformer.models.model import Model
 from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
 from glassformer.nn.linear import HAS_TRITON, TRITON_DTYPES, Linear
@@ -25,6 +26,8 @@ from glassformer.spec.execution import (
     CHUNK,
     FUSED_PIECE,
     GPU_CLASSES,
+    KERNEL_CHUNK,
+    KERNEL_PIECE,
     PIECE,
     RECORDED_PIECE,
 )
@@ -64,11 +67,14 @@ def head_loss(
     )
     width = model.spec.head_size(head)
     step = max(1, PIECE // width)
-    if len(rows_MD) <= step:
+    ours = train_kernels.in_use(rows_MD) and len(rows_MD) * width >= KERNEL_PIECE
+    if len(rows_MD) <= step and not ours:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
     plain = _plain_head(model, head)
+    if plain is None and len(rows_MD) <= step:
+        return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
     if plain is not None:
-        step = min(step, max(1, CHUNK // width))
+        step = min(step, max(1, (KERNEL_CHUNK if ours else CHUNK) // width))
         return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
     pieces = []
     for start in range(0, len(rows_MD), step):
@@ -195,10 +201,15 @@ class _ChunkedLoss(torch.autograd.Function):
         pieces = -(-M // step)
         step = -(-M // pieces // GPU_CLASSES) * GPU_CLASSES if rows_MD.is_cuda else step
         sums, grad_rows, grad_weight, grad_bias = [], [], None, None
+        in_place = train_kernels.in_use(rows_MD, weight_PD)
+        buffer_CP = rows_MD.new_empty(min(step, M), V) if in_place else None
         for start in range(0, M, step):
             at = slice(start, start + step)
             x_CD = rows_MD[at]
-            logits_CP = x_CD @ weight_PD.T
+            if buffer_CP is None:
+                logits_CP = x_CD @ weight_PD.T
+            else:
+                logits_CP = torch.mm(x_CD, weight_PD.T, out=buffer_CP[: len(x_CD)])
             if bias_P is not None:
                 logits_CP = logits_CP + bias_P
             sums_C2, grad_CP = loss_and_gradient(
@@ -206,7 +217,9 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             sums.append(sums_C2.sum(0))
             grad_rows.append(grad_CP @ weight_PD)
-            if trains[0]:
+            if trains[0] and in_place and grad_weight is not None:
+                grad_weight.addmm_(grad_CP.T, x_CD)
+            elif trains[0]:
                 part_PD = grad_CP.T @ x_CD
                 part_PD = part_PD if pieces == 1 else as_float(part_PD)
                 grad_weight = part_PD if grad_weight is None else grad_weight + part_PD
@@ -241,8 +254,11 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return (C, 2), each row's weighted plain and smoothed loss, and the gradient of the logits.
 
-    On a GPU one kernel writes the gradient over the logits.
+    On a GPU, and in a training step on a CPU, one kernel writes the gradient over the logits.
     """
+    if train_kernels.in_use(logits_CP) and logits_CP.shape[1] == classes:
+        weights_C = weights_C.to(torch.float32)
+        return train_kernels.loss_rows(logits_CP, targets_C, weights_C, smoothing), logits_CP
     if logits_CP.is_cuda and logits_CP.dtype in TRITON_DTYPES and HAS_TRITON:
         from glassformer.kernels.triton_loss import loss_rows
 

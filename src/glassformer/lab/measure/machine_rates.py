@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.costs.timing import USUAL_HEAD, Curve, Rates
+from glassformer.training.torch_engine import light
 
 ROWS = 1024
 WIDTHS = (32, 64, 128, 256, 512)
@@ -161,7 +162,8 @@ def _update(device: torch.device) -> Callable[[], Tensor]:
     weights = [_leaf(256, 256, device=device) for _ in range(20)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW(weights, lr=1e-9, fused=True, capturable=device.type == "cuda")
+    kind = light(torch.optim.AdamW)
+    optimizer = kind(weights, lr=1e-9, fused=True, capturable=device.type == "cuda")
 
     def run() -> Tensor:
         norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])

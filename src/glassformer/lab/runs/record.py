@@ -207,12 +207,16 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
     """Return what a run's bits depend on besides the spec; `ranks`: how several share a step."""
     import torch  # here: the explorer reads runs before torch is imported
 
+    from glassformer.kernels.train_kernels import identity
+
+    by_kernels = spec.engine == "torch" and device == "cpu" and spec.train.precision == "float32"
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "numpy": np.__version__,
         "torch": torch.__version__ if spec.engine == "torch" else None,
         "threads": torch.get_num_threads() if spec.engine == "torch" else None,
         "device": device,
+        **({"kernels": identity()} if by_kernels else {}),
         # On a GPU the recorded and the compiled step round differently from the plain one.
         **({} if device == "cpu" else {"compile": spec.train.compile}),
         **({"ranks": ranks} if ranks else {}),

@@ -1,0 +1,182 @@
+/* A training step's passes over memory, each in one go and with its gradient: attention of short
+   sequences, the loss, RMSNorm, the gate of SwiGLU, rotary positions, clipping and AdamW.
+
+   train_kernels.py makes them parts of torch's graph. Every item of shared work is computed in an
+   order of its own, so that the number of threads changes no bit. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+
+#define BLOCK_ROWS 24 /* queries whose weights are in the cache together */
+#define MOST_ROWS 12  /* rows of a product whose sums are in registers, with one or two vectors each */
+#define WIDE_ROWS 6   /* with four */
+#define MOST_WIDE 4
+#define NORM_ROWS 64 /* rows of one piece of a norm's gradient */
+#define STEADY 4     /* pieces of shared work for each thread */
+
+/* A matrix on the left of a product: distances between its rows, and along the sum. */
+struct side {
+    const float *from;
+    int64_t row, deep;
+};
+
+/* (B, heads, rows, width) of float32: distances between sequences, heads and rows; the numbers of a
+   row lie together. */
+struct heads {
+    float *at;
+    int64_t batch, head, row;
+};
+
+struct attention {
+    struct heads q, k, v, out, d_out, d_q, d_k, d_v;
+    float *kept;          /* (B, heads, queries, 2): the largest score, 1 / sum */
+    const uint8_t *allow; /* or null; 1 = may attend */
+    int64_t allow_batch, allow_head, allow_row, allow_key;
+    int64_t batch, heads, kv_heads, queries, keys, width;
+    float scale;
+    int32_t causal, threads, failed;
+};
+
+#define HEAD(name, b, n) (a->name.at + (b) * a->name.batch + (n) * a->name.head)
+
+struct loss {
+    float *logits; /* (rows, classes), become their gradient */
+    int64_t row, rows, classes;
+    const int64_t *targets;
+    const float *weights;
+    float *sums; /* (rows, 2): plain, smoothed */
+    float smoothing;
+    int32_t threads;
+};
+
+struct norm {
+    const float *x, *gain;
+    float *y; /* backward: dy */
+    float *rate, *dx, *d_gain;
+    int64_t rows, width;
+    float eps;
+    int32_t threads;
+};
+
+struct gate {
+    const float *gate, *up;
+    float *y; /* backward: dy */
+    float *d_gate, *d_up;
+    int64_t count;
+    int32_t threads;
+};
+
+struct turn {
+    struct heads x, y;
+    const float *cos, *sin; /* (T, half), or one for each sequence, `batch` apart */
+    int64_t batch, sequences, heads, length, width, half;
+    int32_t back, threads;
+};
+
+struct tensor {
+    float *weight, *mean, *square, *step; /* step: one number */
+    double decay, rate, root;
+};
+
+struct piece {
+    int64_t of, begin, count;
+};
+
+struct update {
+    struct tensor *tensors;
+    float **gradients;
+    const struct piece *pieces;
+    double *sums; /* of squares, of each piece */
+    int64_t n_tensors, n_pieces;
+    double lr, beta1, beta2, eps;
+    float scale;
+    int32_t threads;
+};
+
+#define PARTS_OF "train_parts.h"
+#include "each_width.h"
+
+#ifdef GLASS_X86
+#define VARIANTS(part) {portable_##part, avx2_##part, avx512_##part}
+#else
+#define VARIANTS(part) {portable_##part}
+#endif
+
+/* Calls the variant in use; `weight` is how many numbers an item has. */
+static void share(const part_fn *variants, void *job, int64_t count, int64_t weight, int threads) {
+    int64_t least = SHARED / (weight > 0 ? weight : 1) + 1, chunk = count / (STEADY * threads) + 1;
+    glass_share(variants[glass_variant()], job, count, chunk > least ? chunk : least, threads);
+}
+
+EXPORT int glass_attention_forward(struct attention *a) {
+    static const part_fn variants[] = VARIANTS(attention_forward);
+    a->failed = 0;
+    share(variants, a, a->batch * a->kv_heads, 4 * a->queries * a->keys, a->threads);
+    return a->failed;
+}
+
+EXPORT int glass_attention_backward(struct attention *a) {
+    static const part_fn variants[] = VARIANTS(attention_backward);
+    a->failed = 0;
+    share(variants, a, a->batch * a->kv_heads, 8 * a->queries * a->keys, a->threads);
+    return a->failed;
+}
+
+EXPORT void glass_loss(struct loss *loss) {
+    static const part_fn variants[] = VARIANTS(loss);
+    share(variants, loss, loss->rows, loss->classes, loss->threads);
+}
+
+EXPORT void glass_norm_forward(struct norm *norm) {
+    static const part_fn variants[] = VARIANTS(norm_forward);
+    share(variants, norm, norm->rows, norm->width, norm->threads);
+}
+
+/* The sums of the pieces are added in their order. */
+EXPORT void glass_norm_backward(struct norm *norm) {
+    static const part_fn variants[] = VARIANTS(norm_backward);
+    int64_t pieces = (norm->rows + NORM_ROWS - 1) / NORM_ROWS, D = norm->width;
+    share(variants, norm, pieces, NORM_ROWS * D, norm->threads);
+    for (int64_t piece = 1; piece < pieces; piece++)
+        for (int64_t i = 0; i < D; i++) norm->d_gain[i] += norm->d_gain[piece * D + i];
+}
+
+EXPORT int64_t glass_norm_pieces(int64_t rows) { return (rows + NORM_ROWS - 1) / NORM_ROWS; }
+
+EXPORT void glass_gate_forward(struct gate *gate) {
+    static const part_fn variants[] = VARIANTS(gate_forward);
+    share(variants, gate, gate->count, 4, gate->threads);
+}
+
+EXPORT void glass_gate_backward(struct gate *gate) {
+    static const part_fn variants[] = VARIANTS(gate_backward);
+    share(variants, gate, gate->count, 4, gate->threads);
+}
+
+EXPORT void glass_turn(struct turn *turn) {
+    static const part_fn variants[] = VARIANTS(turn);
+    share(variants, turn, turn->sequences * turn->length, turn->heads * turn->width, turn->threads);
+}
+
+/* The norm of all gradients together. */
+EXPORT double glass_total_norm(struct update *update) {
+    static const part_fn variants[] = VARIANTS(squares);
+    double total = 0;
+    share(variants, update, update->n_pieces, update->pieces[0].count, update->threads);
+    for (int64_t i = 0; i < update->n_pieces; i++) total += update->sums[i];
+    return sqrt(total);
+}
+
+EXPORT void glass_adamw(struct update *update) {
+    static const part_fn variants[] = VARIANTS(adamw);
+    for (int64_t i = 0; i < update->n_tensors; i++) {
+        struct tensor *tensor = update->tensors + i;
+        double step = (double)(tensor->step[0] += 1.0f);
+        tensor->rate = update->lr / (1.0 - pow(update->beta1, step));
+        tensor->root = sqrt(1.0 - pow(update->beta2, step));
+    }
+    share(variants, update, update->n_pieces, update->pieces[0].count, update->threads);
+}

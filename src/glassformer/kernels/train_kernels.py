@@ -1,0 +1,454 @@
+"""A training step's passes over memory as C kernels: parts of torch's graph, and the update.
+
+torch writes and reads an intermediate result for each operation of a norm, a gate, a rotation or a
+loss, and its attention has a large fixed cost for each short sequence. Here each of them is one
+pass, forward and backward, in float32 on a CPU. Plain torch stays the reference, and is used
+wherever `in_use` says no: in other formats, in compiled code, and outside of `training_kernels`,
+which the engine enters for its steps alone.
+"""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glassformer.kernels import c_library
+from glassformer.kernels.build import TRAINING, digest
+from glassformer.kernels.threads import product_threads
+from glassformer.spec.errors import MachineError
+
+# B batch, T query length, S key length, N query heads, K key-value heads, H d_head, D d_model,
+# F d_ff, M rows, V classes
+
+#: Numbers of a parameter that are updated together.
+PIECE = 1 << 14
+
+_scope = threading.local()
+
+
+@contextlib.contextmanager
+def training_kernels() -> Iterator[None]:
+    """Let this thread's models compute their passes by the kernels, where the library is there."""
+    before = getattr(_scope, "on", False)
+    _scope.on = c_library.available()
+    try:
+        yield
+    finally:
+        _scope.on = before
+
+
+def in_use(*tensors: Tensor) -> bool:
+    """Return True if these tensors are to be computed by the kernels: float32, on a CPU."""
+    return (
+        getattr(_scope, "on", False)
+        and not torch.compiler.is_compiling()
+        and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+    )
+
+
+def identity() -> str | None:
+    """Return what the bits of the kernels depend on: variant and sources; None without them."""
+    return f"{c_library.variant()} {digest(TRAINING)}" if c_library.available() else None
+
+
+# --- structures, as train.c has them --------------------------------------------------------------
+
+_POINTER, _WIDE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+
+
+def _heads_of(name: str) -> list[tuple[str, Any]]:
+    """Return the fields of a `struct heads`, flat: a structure within another is slow to make."""
+    return [(f"{name}_at", _POINTER), *((f"{name}_{x}", _WIDE) for x in ("batch", "head", "row"))]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *(
+            field
+            for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
+            for field in _heads_of(name)
+        ),
+        ("kept", _POINTER),
+        ("allow", _POINTER),
+        *((name, _WIDE) for name in ("allow_batch", "allow_head", "allow_row", "allow_key")),
+        *((name, _WIDE) for name in ("batch", "heads", "kv_heads", "queries", "keys", "width")),
+        ("scale", _FLOAT),
+        *((name, _NUMBER) for name in ("causal", "threads", "failed")),
+    ]
+
+
+class _Loss(ctypes.Structure):
+    _fields_ = [
+        ("logits", _POINTER),
+        *((name, _WIDE) for name in ("row", "rows", "classes")),
+        *((name, _POINTER) for name in ("targets", "weights", "sums")),
+        ("smoothing", _FLOAT),
+        ("threads", _NUMBER),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("x", "gain", "y", "rate", "dx", "d_gain")),
+        *((name, _WIDE) for name in ("rows", "width")),
+        ("eps", _FLOAT),
+        ("threads", _NUMBER),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("gate", "up", "y", "d_gate", "d_up")),
+        ("count", _WIDE),
+        ("threads", _NUMBER),
+    ]
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = [
+        *_heads_of("x"),
+        *_heads_of("y"),
+        *((name, _POINTER) for name in ("cos", "sin")),
+        *((n, _WIDE) for n in ("batch", "sequences", "heads", "length", "width", "half")),
+        *((name, _NUMBER) for name in ("back", "threads")),
+    ]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("weight", "mean", "square", "step")),
+        *((name, _DOUBLE) for name in ("decay", "rate", "root")),
+    ]
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [(name, _WIDE) for name in ("of", "begin", "count")]
+
+
+class _Update(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("tensors", "gradients", "pieces", "sums")),
+        *((name, _WIDE) for name in ("n_tensors", "n_pieces")),
+        *((name, _DOUBLE) for name in ("lr", "beta1", "beta2", "eps")),
+        ("scale", _FLOAT),
+        ("threads", _NUMBER),
+    ]
+
+
+def _call(name: str, job: ctypes.Structure) -> None:
+    if getattr(c_library.library(), name)(ctypes.byref(job)):
+        raise MachineError("no memory for attention's weights", hint="smaller batches")
+
+
+def _heads(x_BNTH: Tensor) -> tuple[int, int, int, int]:
+    batch, head, row, one = x_BNTH.stride()
+    assert one == 1
+    return x_BNTH.data_ptr(), batch, head, row
+
+
+def _rows_together(x_BNTH: Tensor) -> Tensor:
+    """Return a tensor whose last dimension lies together: as it is, or a copy."""
+    return x_BNTH if x_BNTH.stride(-1) == 1 else x_BNTH.contiguous()
+
+
+def _new_heads(x_BNTH: Tensor, width: int) -> Tensor:
+    """Return memory for (B, N, T, width) in which the heads of a token lie side by side."""
+    B, N, T, _ = x_BNTH.shape
+    return x_BNTH.new_empty(B, T, N, width).transpose(1, 2)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    *,
+    allow: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return softmax(q k^T scale) v; query head n reads key-value head n // (N / K).
+
+    `allow` broadcasts to (B, N, T, S), True = may attend, at least once in every row.
+    """
+    B, N, T, _ = q_BNTH.shape
+    if allow is not None:
+        allow = allow.expand(B, N, T, k_BKSH.shape[2])
+    apply: Callable[..., Tensor] = _AttentionPart.apply
+    return apply(q_BNTH, k_BKSH, v_BKSH, allow, causal, scale)
+
+
+def _attention_job(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    out_BNTH: Tensor,
+    kept_BNT2: Tensor,
+    allow: Tensor | None,
+    causal: bool,
+    scale: float,
+    slopes: Sequence[Tensor] = (),
+) -> _Attention:
+    (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
+    strides = (0, 0, 0, 0) if allow is None else allow.stride()
+    fields = [n for x in (q_BNTH, k_BKSH, v_BKSH, out_BNTH, *slopes) for n in _heads(x)]
+    fields += [0] * (32 - len(fields))
+    return _Attention(
+        *fields, kept_BNT2.data_ptr(), _address(allow), *strides,
+        B, N, K, T, S, H, scale, causal, product_threads(), 0,
+    )  # fmt: skip
+
+
+class _AttentionPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        allow: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        q_BNTH, k_BKSH, v_BKSH = (_rows_together(x) for x in (q_BNTH, k_BKSH, v_BKSH))
+        out_BNTH = _new_heads(q_BNTH, v_BKSH.shape[-1])
+        kept_BNT2 = q_BNTH.new_empty(*q_BNTH.shape[:3], 2)
+        job = _attention_job(q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow, causal, scale)
+        _call("glass_attention_forward", job)
+        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow)
+        ctx.causal, ctx.scale = causal, scale
+        return out_BNTH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_BNTH: Tensor) -> Any:
+        q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow = ctx.saved_tensors
+        d_out_BNTH = _rows_together(d_out_BNTH)
+        slopes = [_new_heads(x, x.shape[-1]) for x in (q_BNTH, k_BKSH, v_BKSH)]
+        job = _attention_job(
+            q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow, ctx.causal, ctx.scale,
+            (d_out_BNTH, *slopes),
+        )  # fmt: skip
+        _call("glass_attention_backward", job)
+        return (*slopes, None, None, None)
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, gain_D: Tensor, *, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
+    apply: Callable[..., Tensor] = _NormPart.apply
+    return apply(x, gain_D, eps)
+
+
+class _NormPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        y, (rows, width) = torch.empty_like(x), (x.numel() // x.shape[-1], x.shape[-1])
+        rate_M = x.new_empty(rows)
+        addresses = (part.data_ptr() for part in (x, gain_D, y, rate_M))
+        job = _Norm(*addresses, None, None, rows, width, eps, product_threads())
+        _call("glass_norm_forward", job)
+        ctx.save_for_backward(x, gain_D, rate_M)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, gain_D, rate_M = ctx.saved_tensors
+        dy, dx, (rows, width) = dy.contiguous(), torch.empty_like(x), (len(rate_M), x.shape[-1])
+        d_gain = x.new_empty(c_library.library().glass_norm_pieces(rows), width)
+        addresses = (part.data_ptr() for part in (x, gain_D, dy, rate_M, dx, d_gain))
+        _call("glass_norm_backward", _Norm(*addresses, rows, width, ctx.eps, product_threads()))
+        # A copy: a gradient that is a row of a larger array would keep all of it in memory.
+        return dx, d_gain[0].clone(), None
+
+
+# --- SwiGLU ---------------------------------------------------------------------------------------
+
+
+def gated(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    apply: Callable[..., Tensor] = _GatePart.apply
+    return apply(gate_BTF, up_BTF)
+
+
+class _GatePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+        gate_BTF, up_BTF = gate_BTF.contiguous(), up_BTF.contiguous()
+        y = torch.empty_like(gate_BTF)
+        addresses = (x.data_ptr() for x in (gate_BTF, up_BTF, y))
+        job = _Gate(*addresses, None, None, y.numel(), product_threads())
+        _call("glass_gate_forward", job)
+        ctx.save_for_backward(gate_BTF, up_BTF)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        gate_BTF, up_BTF = ctx.saved_tensors
+        dy, d_gate, d_up = dy.contiguous(), torch.empty_like(gate_BTF), torch.empty_like(up_BTF)
+        addresses = (x.data_ptr() for x in (gate_BTF, up_BTF, dy, d_gate, d_up))
+        _call("glass_gate_backward", _Gate(*addresses, dy.numel(), product_threads()))
+        return d_gate, d_up
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+
+def turned(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + H/2]) by its angle: cos, sin are (T, R), or (B, 1, T, R)."""
+    apply: Callable[..., Tensor] = _TurnPart.apply
+    return apply(x_BNTH, cos, sin)
+
+
+def _turn(x_BNTH: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    x_BNTH, y_BNTH = _rows_together(x_BNTH), _new_heads(x_BNTH, x_BNTH.shape[-1])
+    B, N, T, H = x_BNTH.shape
+    apart = 0 if cos.ndim == 2 else cos.stride(0)
+    job = _Turn(
+        *_heads(x_BNTH), *_heads(y_BNTH), cos.data_ptr(), sin.data_ptr(), apart, B, N, T, H,
+        cos.shape[-1], back, product_threads(),
+    )  # fmt: skip
+    _call("glass_turn", job)
+    return y_BNTH
+
+
+class _TurnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BNTH, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BNTH: Tensor) -> Any:
+        return _turn(dy_BNTH, *ctx.saved_tensors, back=True), None, None
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def loss_rows(logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, smoothing: float) -> Tensor:
+    """Replace logits by the gradient of the weighted loss; return (M, 2): plain, smoothed loss."""
+    assert logits_MV.stride(1) == 1
+    sums_M2 = logits_MV.new_empty(len(logits_MV), 2)
+    targets_M, weights_M = targets_M.contiguous(), weights_M.contiguous()
+    job = _Loss(
+        logits_MV.data_ptr(), logits_MV.stride(0), *logits_MV.shape, targets_M.data_ptr(),
+        weights_M.data_ptr(), sums_M2.data_ptr(), smoothing, product_threads(),
+    )  # fmt: skip
+    _call("glass_loss", job)
+    return sums_M2
+
+
+# --- the update -----------------------------------------------------------------------------------
+
+
+class FusedAdamW:
+    """The norm of all gradients, and clipping and update in one pass over them.
+
+    The state is that of torch's optimizer, which is initialised as torch does.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: list[tuple[Tensor, float]] = [
+            (parameter, float(group["weight_decay"]))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        self._made: tuple[list[int], Any] | None = None
+        self._ready: Any = None
+
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True for torch's AdamW of plain float32 parameters on a CPU."""
+        return (
+            isinstance(optimizer, torch.optim.AdamW)
+            and c_library.available()
+            and all(
+                type(p.data) is Tensor
+                and p.dtype == torch.float32
+                and p.device.type == "cpu"
+                and p.is_contiguous()
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+        )
+
+    def forget(self) -> None:
+        """Look for the state's tensors again: they were replaced."""
+        self._made = self._ready = None
+
+    def norm(self) -> float:
+        """Return the norm of the gradients that are there."""
+        job = self._ready = self._job()
+        if job is None:
+            return 0.0
+        return float(c_library.library().glass_total_norm(ctypes.byref(job)))
+
+    def step(self, *, lr: float, scale: float) -> None:
+        """Update by gradients times `scale`: those whose norm was taken last."""
+        job, self._ready = self._ready, None
+        if job is None:
+            return
+        group = self.optimizer.param_groups[0]
+        job.lr, job.scale, job.eps = lr, scale, group["eps"]
+        job.beta1, job.beta2 = group["betas"]
+        c_library.library().glass_adamw(ctypes.byref(job))
+        torch.autograd.graph.increment_version([p for p, _ in self.parameters])
+
+    def _job(self) -> Any:
+        """Return the job over the parameters that have a gradient; None if there are none."""
+        held = [(p, decay) for p, decay in self.parameters if p.grad is not None]
+        if not held:
+            return None
+        key = [p.data_ptr() for p, _ in held]
+        if self._made is None or self._made[0] != key:
+            self._made = key, self._table(held)
+        job, slots, _ = self._made[1]
+        gradients = [p.grad for p, _ in held if p.grad is not None]
+        self._kept = [g if g.is_contiguous() else g.contiguous() for g in gradients]
+        slots[:] = [g.data_ptr() for g in self._kept]
+        job.threads = product_threads()
+        return job
+
+    def _table(self, held: Sequence[tuple[Tensor, float]]) -> tuple[_Update, Any, Any]:
+        tensors, pieces = (_Tensor * len(held))(), []
+        for i, (parameter, decay) in enumerate(held):
+            state = self.optimizer.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            own = (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            assert all(x.is_contiguous() and x.dtype == torch.float32 for x in own)
+            tensors[i] = _Tensor(*(x.data_ptr() for x in own), decay, 0.0, 0.0)
+            size = parameter.numel()
+            pieces += [
+                _Piece(i, begin, min(PIECE, size - begin)) for begin in range(0, size, PIECE)
+            ]
+        listed = (_Piece * len(pieces))(*pieces)
+        slots, sums = (ctypes.c_void_p * len(held))(), (_DOUBLE * len(pieces))()
+        job = _Update(
+            *(ctypes.addressof(x) for x in (tensors, slots, listed, sums)), len(held), len(pieces)
+        )
+        return job, slots, (tensors, listed, sums)
