@@ -29,6 +29,7 @@ from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.presets import PRESETS
 from tests.adapters.checkpoints import CASES, folder_of
 from tests.adapters.gguf.files import ARCHITECTURES, finish, write_foreign
+from tests.checks.faults import Fault, planted
 
 pytestmark = pytest.mark.skipif(not c_library.available(), reason="the native step needs C")
 
@@ -220,3 +221,57 @@ def test_all_parameters_are_there(tmp_path):
     assert spec == model.spec
     for name, parameter in model.named_parameters():
         assert np.array_equal(arrays[name], parameter.detach().numpy())
+
+
+# --- planted faults -------------------------------------------------------------------------------
+
+FAULTS = (
+    Fault(
+        "a row of blocks further on",
+        "generation.fast.program:ArraySource.packed",
+        "return found if",
+        "return type(found)(found.kind, found.inputs, np.roll(found.data, 1, 0)) if",
+        "packed",
+    ),
+    Fault(
+        "another rotation",
+        "generation.fast.program:ArraySource.rotation",
+        "self.model.max_seq_len, width, dtype=np.float32",
+        "self.model.max_seq_len, width, dtype=np.float16",
+        "plain",
+    ),
+    Fault(
+        "halves by another rule",
+        "generation.fast.program:as_floats",
+        "return widened(array)",
+        "return np.nextafter(widened(array), np.float32(9))",
+        "halves",
+    ),
+    Fault(
+        "reordered rows as they are",
+        "adapters.array_model:read_arrays",
+        "rows = entry.split(matrix.data)",
+        "rows = dict.fromkeys(entry.ours, matrix.data)",
+        "packed",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault, tmp_path):
+    """Each makes the logits others than those of the torch path."""
+    path, how = tmp_path / "m", {}
+    if fault.caught_by == "packed":
+        path, how = tmp_path / "m.gguf", {"unpacks": False}
+        spec = gf.preset("modern-lm")
+        layers = (replace(spec.decoder.layers[0], count=2),)
+        small = replace(spec, d_model=384, decoder=replace(spec.decoder, layers=layers))
+        export_gguf(gf.build(small, seed=4), path, dtype="q8_0")
+    else:
+        dtype = torch.bfloat16 if fault.caught_by == "halves" else torch.float32
+        gf.save(gf.build("qwen", seed=4, dtype=dtype), path)
+    wanted_BV, _ = NativeStepper(load(path).model).start(Prompts.of([[1, 2, 3]]), room=1)
+    with planted(fault):
+        found_BV, _ = open_stepper(path, **how)[1].start(Prompts.of([[1, 2, 3]]), room=1)
+    assert not np.array_equal(found_BV, wanted_BV.numpy())
+    same_as_torch(path, **how)

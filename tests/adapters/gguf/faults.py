@@ -83,8 +83,8 @@ WRITING = [
     Fault(
         "written as it is",
         "adapters.table:Interleaved.join",
-        "self._turned(tensors[0], 2, (self.turned or self.d_head) // 2)",
-        "tensors[0]",
+        "tensor[self._order(len(tensor), 2, (self.turned or self.d_head) // 2)]",
+        "tensor",
         "llama",
     ),
     Fault(
