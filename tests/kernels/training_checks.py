@@ -53,7 +53,8 @@ def compare(
                 *zip(torch.autograd.grad(found, own, slope), slopes, strict=True),
             ]
             for i, (one, other) in enumerate(pairs):
-                gap = (one.detach().double() - other).abs().max() / other.abs().max().clamp(min=1.0)
+                gap = (one.detach().double() - other.detach()).abs().max()
+                gap = gap / other.detach().abs().max().clamp(min=1.0)
                 assert gap <= NEAR, (name, i, float(gap))
 
 
