@@ -38,13 +38,14 @@ class Endpoint(Server):
 
     def __init__(self, folder: Path, *, queue: int = 256) -> None:
         from glassformer.cli.verbs.serve import _serve
+        from glassformer.spec.decoding import StepSpec
 
         self.folder = folder
         given: dict[str, Any] = dict.fromkeys(
             ("api_key", "context", "max_tokens", "invariant", "threads")
         )
         given |= {"port": 0, "host": HOST, "allow_hosts": (), "slots": 8, "queue": queue}
-        given |= {"timeout": 120.0, "device": "cpu"}
+        given |= {"timeout": 120.0, "device": "cpu", "step": StepSpec()}
         text = self.start(lambda: _serve({"m": str(folder)}, **given))
         self.port = int(text.rstrip().removesuffix("/v1").rpartition(":")[2])
 

@@ -356,6 +356,23 @@ def test_the_command_goes_both_ways(tmp_path):
     assert json.loads(rows.stdout)["passed"] >= 1
 
 
+#: Presets that llama.cpp has an architecture for.
+WRITTEN = ("modern-lm", "neox", "qwen")
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+def test_every_preset_is_written_or_refused_by_name(name, tmp_path):
+    model = gf.build(presets.preset(name))
+    file = tmp_path / "m.gguf"
+    if name in WRITTEN:
+        export_gguf(model, file, dtype="f32")
+        assert differences(load(file).spec, model.spec) == []
+    else:
+        with pytest.raises(InputError, match="no GGUF architecture") as error:
+            export_gguf(model, file, dtype="f32")
+        assert "nearest" in error.value.where
+
+
 def test_what_cannot_be_said_is_refused(tmp_path):
     for case, said in {
         "qwen2 window": "sliding window",

@@ -132,7 +132,7 @@ FAULTS = (
     Fault("one token of the future when weights are asked for", BIAS, "triu_(1)", "triu_(2)", EXPLICIT),
     Fault("softmax over queries", ATTEND, "torch.softmax(scores_BNTS, dim=-1)", "torch.softmax(scores_BNTS, dim=-2)", EXPLICIT),
     Fault("weights of empty rows shown", ATTEND, "if mask.empty is not None", "if False", ROWS, "core"),
-    Fault("fused path without scale", "nn.attention:_attend_fused", "scale=1 / math.sqrt(H)", "scale=1.0", FUSED),
+    Fault("fused path without scale", "nn.attention:_attend_fused", "and mask.bias is None,\n        scale=1 / math.sqrt(H)", "and mask.bias is None,\n        scale=1.0", FUSED),
     Fault("fused path ignores the mask", "nn.attention:_attend_fused", "attn_mask=mask.allow if mask.bias is None", "attn_mask=None if mask.bias is None", FUSED),
     Fault("empty rows not erased", "nn.attention:attend", "out_BNTH.masked_fill(mask.empty, 0.0)", "out_BNTH", EMPTY),
     Fault("empty rows mistaken for full", "nn.mask:close_empty_rows", "~allow.any(", "allow.any(", EMPTY),

@@ -21,9 +21,18 @@ from glassformer.data.batch import Batch
 from glassformer.lab.budget_report import design
 from glassformer.models.model import build
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import PIECE
+from glassformer.spec.execution import KERNEL_CHUNK, PIECE
 from glassformer.spec.manifest import stored
-from glassformer.spec.model import Dropout
+from glassformer.spec.model import (
+    ALiBi,
+    Dropout,
+    LayerNorm,
+    Layers,
+    NoPosition,
+    RelativeBias,
+    RMSNorm,
+    Rotary,
+)
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset, qwen, seq2seq
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.torch_engine import TorchEngine
@@ -116,6 +125,30 @@ def test_activations_of_the_presets(name):
     assert said == pytest.approx(measured(spec, B=4, T=32, S=24), rel=within)
 
 
+@pytest.mark.parametrize("position", [NoPosition(), Rotary(), ALiBi(), RelativeBias()])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"window": 8},
+        {"qk_norm": RMSNorm()},
+        {"qk_norm": RMSNorm(offset=True), "qk_norm_last": True},
+        {"qk_norm": LayerNorm(), "qk_norm_over": "all"},
+        {"softcap": 20.0},
+        {"sinks": True, "n_kv_heads": None},
+    ],
+)
+def test_activations_of_each_kind_of_attention(position, parts):
+    """By our kernel, by torch's where scores have a bias, or one by one."""
+    spec = preset("qwen")
+    block = next(spec.decoder.blocks())
+    block = replace(block, attention=replace(block.attention, **parts))
+    decoder = replace(spec.decoder, layers=(Layers(count=2, block=block),))
+    spec = calm(replace(spec, position=position, decoder=decoder))
+    said = activations(spec, batch=4, length=32).kept
+    assert said == pytest.approx(measured(spec, B=4, T=32), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("params", "vocab", "length"), [("60k", 300, 24), ("300k", 2000, 64), ("1M", 4000, 96)]
 )
@@ -142,12 +175,16 @@ def test_optimizer_state_is_what_torch_holds(optimizer):
 
 
 def test_large_logits_are_kept_in_pieces():
+    """Their place is taken by the gradient of the head's weight; on a CPU even if they are few."""
     spec = budget_lm(vocab_size=50_000, d_model=16, d_ff=16, n_layers=1, n_heads=2)
-    few = activations(spec, batch=1, length=512)
-    many = activations(spec, batch=8, length=512)
+    few = activations(spec, batch=1, length=512, device="cuda")
+    many = activations(spec, batch=8, length=512, device="cuda")
     assert few.heads > 512 * 50_000 * 4
-    assert many.heads < 8 * 512 * 100
+    assert many.heads - 50_000 * 16 * 4 < 8 * 512 * 100
     assert many.passing == 8 * PIECE
+    ours = activations(spec, batch=1, length=512)
+    assert ours.heads - 50_000 * 16 * 4 < 512 * 100
+    assert ours.passing == 4 * KERNEL_CHUNK
 
 
 def test_dropout_on_attention_is_refused_not_guessed():
@@ -156,7 +193,9 @@ def test_dropout_on_attention_is_refused_not_guessed():
 
 
 def test_on_a_gpu_heads_are_padded_and_keys_repeated():
-    """Seven numbers are kept as eight, and what comes out is laid out anew; 28 stay 28."""
+    """Seven numbers are kept as eight, and what comes out is laid out anew; eight stay eight. A
+    CPU's kernel keeps two numbers for each row of weights, a GPU's one.
+    """
     sizes = {"vocab_size": 50, "d_ff": 40, "n_layers": 3, "n_heads": 4, "max_seq_len": 16}
     odd, even = budget_lm(d_model=28, **sizes), budget_lm(d_model=32, **sizes)
     rows, heads = 2 * 16, 4
@@ -164,10 +203,12 @@ def test_on_a_gpu_heads_are_padded_and_keys_repeated():
         device: activations(odd, batch=2, length=16, device=device).kept
         for device in ("cpu", "cuda")
     }
-    assert kept["cuda"] - kept["cpu"] == 3 * 4 * rows * heads * (4 * 1 + 7)
-    for device in ("cpu", "cuda"):
-        plain = activations(even, batch=2, length=16, device=device)
-        assert plain == activations(even, batch=2, length=16)
+    assert kept["cuda"] - kept["cpu"] == 3 * 4 * rows * heads * (4 * 1 + 7 - 1)
+    kept = {
+        device: activations(even, batch=2, length=16, device=device).kept
+        for device in ("cpu", "cuda")
+    }
+    assert kept["cuda"] - kept["cpu"] == -3 * 4 * rows * heads
 
 
 def test_weights_in_four_forms():

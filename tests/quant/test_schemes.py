@@ -105,7 +105,8 @@ def test_folders_written_by_the_version_before_compute_the_same(name, tmp_path):
     model = use_backend(load_model(folder), "float")
     with torch.no_grad():
         found = model(torch.tensor(expected["tokens"]))["next"][0, -1]
-    assert torch.equal(found, torch.tensor(expected["logits"]))
+    # They were computed on another machine, whose products may have summed in another order.
+    assert torch.allclose(found, torch.tensor(expected["logits"]), rtol=1e-5, atol=1e-6)
     # Written again, every byte is as it was, but for the fields that specs have since then.
     spec, quantization, arrays = load_quantized(folder)
     save_quantized(tmp_path / "again", spec, quantization, arrays)

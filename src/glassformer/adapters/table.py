@@ -8,22 +8,24 @@ its config to a spec and back, and its table.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
-
-import numpy as np
-from numpy.typing import NDArray
 
 from glassformer.adapters.config import Config
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
 
-if TYPE_CHECKING:  # a design asks which family computes it, without torch
+if TYPE_CHECKING:  # a design asks which family computes it, without torch or NumPy
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    #: Numbers as they are stored; bfloat16 as `store.tensors` has it.
+    Array = NDArray[Any]
+else:
+    Array = Any
+
 Shape = tuple[int, ...]
-#: Numbers as they are stored; bfloat16 as `store.tensors` has it.
-Array = NDArray[Any]
 
 
 class Layout(Protocol):
@@ -47,7 +49,7 @@ class Rows:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
-        ends = np.cumsum([shape[0] for shape in shapes])
+        ends = accumulate(shape[0] for shape in shapes)
         return [stored[end - shape[0] : end] for end, shape in zip(ends, shapes, strict=True)]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
@@ -93,8 +95,10 @@ class Interleaved:
         (tensor,) = tensors
         return tensor[self._order(len(tensor), 2, (self.turned or self.d_head) // 2)]
 
-    def _order(self, count: int, rows: int, columns: int) -> NDArray[np.int64]:
+    def _order(self, count: int, rows: int, columns: int) -> Array:
         """Return which row comes where, of heads whose first rows * columns are turned."""
+        import numpy as np
+
         order = np.arange(count).reshape(-1, self.d_head)
         first = order[:, : rows * columns].reshape(-1, rows, columns)
         order[:, : rows * columns] = first.swapaxes(1, 2).reshape(len(order), -1)
@@ -210,6 +214,8 @@ class Entry:
 
     def split(self, stored: Array) -> dict[str, Array]:
         """Return our parameters by name, each of them one behind another in memory."""
+        import numpy as np
+
         parts = self.layout.split(stored, self.shapes)
         return dict(zip(self.ours, map(np.ascontiguousarray, parts), strict=True))
 

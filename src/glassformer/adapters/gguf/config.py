@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import differences, nearest_of
 from glassformer.adapters.families.llama import MISTRAL
@@ -35,7 +33,6 @@ from glassformer.adapters.table import (
 from glassformer.spec.errors import FileError, GlassError, InputError
 from glassformer.spec.model import ALiBi, Llama3Scaling, ModelSpec, MoE, Rotary, rotary_of
 from glassformer.spec.position import rotary_frequencies, single
-from glassformer.store.tensors import BFLOAT16, rounded, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -249,6 +246,9 @@ def write_settings(spec: ModelSpec, entry: str) -> dict[str, Any]:
         "alibi_bias_max": spec.position.max_bias if isinstance(spec.position, ALiBi) else 0.0,
     }
     config = sizes | config
+    needed = (one.eps[0], *one.wholes.values(), *one.numbers.values(), *one.flags.values())
+    if lacking := [name for name in needed if name not in config]:
+        raise InputError(f"{', '.join(lacking)}: there it is stored, and this model has none")
     own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
     own |= {one.eps[1]: float(config[one.eps[0]])}
     if one.rotary:
@@ -345,8 +345,11 @@ class Gain:
         return shapes[0]
 
     def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
+        from glassformer.store.tensors import BFLOAT16, rounded, widened
+
         if stored.dtype == BFLOAT16:
-            return [rounded(widened(stored) - np.float32(1))]
+            wide = widened(stored)
+            return [rounded(wide - wide.dtype.type(1))]
         return [stored - stored.dtype.type(1)]
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
