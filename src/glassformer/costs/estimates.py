@@ -6,9 +6,10 @@ a mixture of experts, only those that a token chooses count.
 
 Bytes: weights, optimizer state, KV cache and activations, which are what autograd keeps between
 forward and backward. The estimate follows the modules of `nn` operation by operation, in float32
-and with fused attention: each tensor that a backward will read counts once. On a GPU the fused
-kernel takes heads whose width is a multiple of four, and a key for every query head, so padding and
-repeated keys are counted there. A test compares the estimate with saved-tensor hooks
+and with fused attention: each tensor that a backward will read counts once. On a CPU that is what
+our C kernels keep, which a step uses wherever their library is built; plain torch keeps more. On a
+GPU the fused kernel takes heads whose width is a multiple of four, and a key for every query head,
+so padding and repeated keys are counted there. A test compares the estimate with saved-tensor hooks
 (`bench.footprint`).
 """
 
@@ -18,7 +19,14 @@ from typing import assert_never
 from glassformer.spec.checks import check_member, check_tree, spec
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, KV_GROUP, PIECE
+from glassformer.spec.execution import (
+    GPU_HEAD_BYTES,
+    GROUP_ROWS,
+    KERNEL_CHUNK,
+    KERNEL_PIECE,
+    KV_GROUP,
+    PIECE,
+)
 from glassformer.spec.manifest import active, block_parameters, is_tied, stored
 from glassformer.spec.model import (
     MLP,
@@ -35,6 +43,7 @@ from glassformer.spec.model import (
     NoPosition,
     Norm,
     PlainEmbedding,
+    Position,
     RelativeBias,
     RMSNorm,
     Rotary,
@@ -274,51 +283,67 @@ def activations(
     for prefix, stack in model.stacks().items():
         rows = batch * (source if prefix == "encoder." else length)
         memory = batch * source if prefix == "decoder." else 0
-        body += sum(_embedding(model, stack, rows))
-        body += sum(_masks(model, stack, rows // batch))
+        body += sum(_embedding(model, stack, rows, device))
+        body += sum(_masks(model, stack, rows // batch, device))
         for block in stack.blocks():
             body += sum(_block(model, block, stack, rows, memory, device, batch))
         if stack.final_norm is not None:
-            body += sum(_norm(stack.final_norm, rows, model.d_model))
-        elif next(stack.blocks()).placement == "post":
-            body -= FLOAT * rows * model.d_model  # no product keeps the last norm's output
+            body += sum(_norm(stack.final_norm, rows, model.d_model, device))
+        if list(stack.blocks())[-1].placement == "post":
+            # No product keeps the last norm's output, and what keeps it has been counted.
+            body -= FLOAT * rows * model.d_model
         if prefix == "encoder.":
             body += FLOAT * rows * model.d_model  # the memory that every decoder layer reads
     heads, passing = 0, 0
     for head, name in zip(model.heads, model.head_names(), strict=True):
         counted = batch * head.rows(length)
-        kept, width = sum(_head(model, name, counted)), model.head_size(name)
-        heads += kept
-        passing = max(passing, 2 * FLOAT * min(counted * width, PIECE))
+        heads += sum(_head(model, name, counted, device))
+        passing = max(passing, _passing(model, name, counted, device))
     return Activations(body=body, heads=heads, passing=passing)
 
 
-def _masks(model: ModelSpec, stack: Stack, length: int) -> Iterator[int]:
-    """Masks that fused attention keeps: a window's in each layer, biases by distance once."""
+def _masks(model: ModelSpec, stack: Stack, length: int, device: str) -> Iterator[int]:
+    """Masks that fused attention keeps: biases by distance once; a window's in each layer, added to
+    the scores, or once for all layers by our kernel, a byte for each score.
+    """
+    attentions = [block.attention for block in stack.blocks()]
+    fused = [a for a in attentions if not _is_explicit(a, model.position, device)]
     match model.position:
         case (
             ALiBi() | RelativeBias()
         ):  # one bias for each head, shared by all layers whose attention is alike
-            kinds = {
-                (a.causal, a.window, a.n_heads, a.head_width(model.d_model))
-                for a in (block.attention for block in stack.blocks())
-            }
+            kinds = {(a.causal, a.window, a.n_heads, a.head_width(model.d_model)) for a in fused}
             yield FLOAT * length**2 * sum(n_heads for _, _, n_heads, _ in kinds)
+            if isinstance(model.position, RelativeBias):  # the bucket of each distance
+                yield LONG * length**2 * len({(a.causal, a.window) for a in attentions})
         case NoPosition() | Sinusoidal() | Learned() | Rotary() | OwnPosition():
-            for block in stack.blocks():
-                window, explicit = block.attention.window, _is_explicit(block.attention)
-                if window is not None and window < length and not explicit:
-                    yield FLOAT * length**2
+            windows = [
+                (a.causal, a.window) for a in fused if a.window is not None and a.window < length
+            ]
+            if _by_kernels(device):
+                yield length**2 * len(set(windows))
+            else:
+                yield FLOAT * length**2 * len(windows)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def _is_explicit(attention: Attention) -> bool:
-    """True if scores are computed one by one: no fused kernel caps them or has a sink."""
-    return attention.softcap is not None or attention.sinks
+def _by_kernels(device: str) -> bool:
+    """True if a step in float32 computes its norms, gates, rotations, attention and losses by our C
+    kernels (`kernels.train_kernels`): on a CPU, where their library is assumed to be built.
+    """
+    return device == "cpu"
 
 
-def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
+def _is_explicit(attention: Attention, position: Position, device: str) -> bool:
+    """True if all weights are computed one by one: no fused kernel caps scores or has a sink, and
+    on a CPU none has the gradient of a bias.
+    """
+    learned = device == "cpu" and isinstance(position, RelativeBias)
+    return attention.softcap is not None or attention.sinks or learned
+
+
+def _embedding(model: ModelSpec, stack: Stack, rows: int, device: str) -> Iterator[int]:
     yield LONG * rows  # the ids
     match model.embedding:
         case FactorizedEmbedding(rank=rank):
@@ -328,7 +353,7 @@ def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
         case _ as unreachable:
             assert_never(unreachable)
     if stack.embed_norm is not None:
-        yield from _norm(stack.embed_norm, rows, model.d_model)
+        yield from _norm(stack.embed_norm, rows, model.d_model, device)
     tables = {
         (rotary, block.attention.head_width(model.d_model))
         for block in stack.blocks()
@@ -341,14 +366,16 @@ def _embedding(model: ModelSpec, stack: Stack, rows: int) -> Iterator[int]:
         yield FLOAT * rows * model.d_model  # input of the first projections, without a norm between
 
 
-def _norm(norm: Norm, rows: int, width: int) -> Iterator[int]:
-    """The input; then LayerNorm's two statistics, or RMSNorm's one and the normalised input."""
+def _norm(norm: Norm, rows: int, width: int, device: str) -> Iterator[int]:
+    """The input; then LayerNorm's two statistics, or RMSNorm's one. The normalised input of an
+    RMSNorm is kept too, unless it is computed by a kernel.
+    """
     yield FLOAT * rows * width
     match norm:
         case LayerNorm():
             yield FLOAT * rows * 2
         case RMSNorm():
-            yield FLOAT * rows * (1 + width)
+            yield FLOAT * rows * (1 if _by_kernels(device) else 1 + width)
             if norm.offset:
                 yield FLOAT * width  # 1 + weight
         case _ as unreachable:
@@ -370,41 +397,47 @@ def _block(
         yield FLOAT * parts * rows * d_model
     norms = 1 if block.placement in ("parallel_shared", "pre_ffn") else parts
     for _ in range(norms):
-        yield from _norm(block.norm, rows, d_model)
+        yield from _norm(block.norm, rows, d_model, device)
         yield FLOAT * rows * d_model  # the normalised input, which the products read
     match block.placement:
-        case "pre" | "post" | "output" | "parallel_shared" | "pre_ffn":
+        case "pre" | "post" | "output" | "parallel_shared":
             pass
+        case "pre_ffn":
+            yield FLOAT * rows * d_model  # attention's input, without a norm before it
         case "parallel":
             yield -FLOAT * rows * d_model  # both norms keep the same input
         case "sandwich":
             for _ in range(parts):
-                yield from _norm(block.norm, rows, d_model)
+                yield from _norm(block.norm, rows, d_model, device)
         case _ as unknown:
             assert_never(unknown)
     own, cross = block.attention, block.cross
-    yield from _attention(model, own, rows, rows, batch=batch, rotated=True, device=device)
+    yield from _attention(model, own, rows, rows, batch=batch, self_attention=True, device=device)
     if cross is not None:
-        yield from _attention(model, cross, rows, memory, batch=batch, rotated=False, device=device)
+        yield from _attention(
+            model, cross, rows, memory, batch=batch, self_attention=False, device=device
+        )
     match block.ffn:
         case MLP() | SwiGLU():
-            yield from _ffn(block.ffn, stack, rows)
+            yield from _ffn(block.ffn, stack, rows, device)
         case MoE():
-            yield from _moe(model, block.ffn, stack, rows)
+            yield from _moe(model, block.ffn, stack, rows, device)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int) -> Iterator[int]:
+def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int, device: str) -> Iterator[int]:
     """The activations between the input of a feed-forward and its output."""
     wide = FLOAT * rows * ffn.d_ff
     match ffn:
+        case SwiGLU(clamp=None, activation="silu") if _by_kernels(device):
+            yield 3 * wide  # gate, up, and the product
         case SwiGLU(clamp=None):
             yield 4 * wide  # gate, silu(gate), up, and their product
         case SwiGLU():
-            # gate and up, before and after their limits; the sigmoid, the opened gate, u + 1, the
+            # gate and up, the gate after its limit, the sigmoid, the opened gate, u + 1, and the
             # product
-            yield 8 * wide
+            yield 7 * wide
         case MLP(activation="relu"):
             yield wide if not stack.dropout.ffn else 2 * wide  # the slope follows from the output
         case MLP():
@@ -415,7 +448,7 @@ def _ffn(ffn: MLP | SwiGLU, stack: Stack, rows: int) -> Iterator[int]:
         yield wide  # the mask
 
 
-def _moe(model: ModelSpec, ffn: MoE, stack: Stack, rows: int) -> Iterator[int]:
+def _moe(model: ModelSpec, ffn: MoE, stack: Stack, rows: int, device: str) -> Iterator[int]:
     """Router, experts over groups of tokens, shared expert. How far groups are filled up depends on
     the tokens: half of the most is taken.
     """
@@ -426,10 +459,10 @@ def _moe(model: ModelSpec, ffn: MoE, stack: Stack, rows: int) -> Iterator[int]:
     if ffn.normalize:
         yield FLOAT * (chosen + rows)  # the probabilities that were chosen, and their sum
     yield LONG * grouped + FLOAT * grouped * model.d_model  # the experts' input
-    yield from _ffn(ffn.expert, stack, grouped)
+    yield from _ffn(ffn.expert, stack, grouped, device)
     yield FLOAT * chosen * model.d_model  # their outputs, to be weighted
     if ffn.shared is not None:
-        yield from _ffn(ffn.shared, stack, rows)
+        yield from _ffn(ffn.shared, stack, rows, device)
     if ffn.shared_gate:
         yield FLOAT * rows * (1 + model.d_model)  # the gate, and what it multiplies
 
@@ -441,13 +474,14 @@ def _attention(
     keys: int,
     *,
     batch: int,
-    rotated: bool,
+    self_attention: bool,
     device: str,
 ) -> Iterator[int]:
-    """Queries, keys, values, the output, and the log-sum-exp of each row.
+    """Queries, keys, values, the output, and the log-sum-exp of each row, which our kernel keeps as
+    the maximum and the sum; it takes no bias.
 
-    Capped scores and sinks leave the fused kernel: keys and values for every query head, and all
-    weights, with the capped scores before them.
+    Without a fused kernel: keys and values for every query head, and all weights, with the capped
+    scores before them.
     """
     d_head = attention.head_width(model.d_model)
     q, kv = queries * attention.n_heads, keys * attention.kv_heads
@@ -456,16 +490,21 @@ def _attention(
         multiple = GPU_HEAD_BYTES // FLOAT
         padded = -(-d_head // multiple) * multiple
         read = keys * attention.n_heads
-    turned = rotated and rotary_of(attention, model.position) is not None
-    by_head = turned or isinstance(attention.qk_norm, LayerNorm)
-    if _is_explicit(attention):
+    position = model.position if self_attention else NoPosition()
+    biased = isinstance(position, ALiBi | RelativeBias)
+    by_head = attention.qk_norm is not None and attention.qk_norm_over == "head"
+    if _is_explicit(attention, position, device):
         yield FLOAT * d_head * (2 * q + 2 * keys * attention.n_heads)
         scores = q * keys // batch
         yield FLOAT * scores + (FLOAT * q if attention.sinks else 0)
         if attention.softcap is not None:
             yield FLOAT * scores
-            if attention.causal:
-                yield scores // (attention.n_heads * batch)  # which of them are masked
+            if biased:
+                yield scores // batch  # which of them are masked, a byte each
+            elif attention.causal:
+                yield scores // (attention.n_heads * batch)
+    elif _by_kernels(device) and not biased:
+        yield FLOAT * (d_head * (2 * q + 2 * kv) + 2 * q)
     else:
         yield FLOAT * (padded * (2 * q + 2 * read) + q)
         if padded != d_head or (by_head and device == "cpu"):
@@ -473,23 +512,58 @@ def _attention(
     if attention.qk_norm is not None:
         norm = attention.qk_norm
         if attention.qk_norm_over == "all":
-            yield from _norm(norm, queries, attention.n_heads * d_head)
-            yield from _norm(norm, keys, attention.kv_heads * d_head)
+            yield from _norm(norm, queries, attention.n_heads * d_head, device)
+            yield from _norm(norm, keys, attention.kv_heads * d_head, device)
         else:
-            yield from _norm(norm, q, d_head)
-            yield from _norm(norm, kv, d_head)
+            yield from _norm(norm, q, d_head, device)
+            yield from _norm(norm, kv, d_head, device)
 
 
-def _head(model: ModelSpec, name: str, rows: int) -> Iterator[int]:
-    """The hidden rows with a target, their log-softmax, targets and weights."""
+def _head(model: ModelSpec, name: str, rows: int, device: str) -> Iterator[int]:
+    """The hidden rows with a target, their log-softmax, targets and weights.
+
+    In chunks, the logits are not kept: only the gradients of the rows and of the head's parameters
+    or, where a chunk is computed again, rows, targets and weights.
+    """
     head, width = model.head(name), model.head_size(name)
     yield FLOAT * rows * model.d_model
     yield rows  # the mask of rows with a target, a byte each
-    finished = isinstance(head, NextHead) and (head.scale != 1.0 or head.softcap is not None)
-    if finished and isinstance(head, NextHead) and head.softcap is not None:
-        yield FLOAT * rows * width  # the capped logits
-    if rows * width > PIECE and not finished:
+    if rows * width > PIECE or _loss_by_kernel(model, name, rows, device):
+        if _is_one_product(model, name):
+            yield FLOAT * width * (model.d_model + head.bias)
+        else:
+            yield (LONG + FLOAT) * rows
         return
+    if isinstance(head, NextHead) and head.softcap is not None:
+        yield FLOAT * rows * width  # the capped logits
     yield FLOAT * rows * width + LONG * rows + FLOAT * rows
     if is_tied(head) and isinstance(model.embedding, FactorizedEmbedding):
         yield FLOAT * rows * model.embedding.rank
+
+
+def _passing(model: ModelSpec, name: str, rows: int, device: str) -> int:
+    """A chunk of logits and its gradient, which our kernel writes over them."""
+    logits = rows * model.head_size(name)
+    if _loss_by_kernel(model, name, rows, device):  # with a bias, the sum is another chunk
+        return FLOAT * min(logits, KERNEL_CHUNK) * (1 + model.head(name).bias)
+    return 2 * FLOAT * min(logits, PIECE)
+
+
+def _loss_by_kernel(model: ModelSpec, name: str, rows: int, device: str) -> bool:
+    """True if our kernel writes the gradient over the logits, chunk by chunk."""
+    large = rows * model.head_size(name) >= KERNEL_PIECE
+    return large and _by_kernels(device) and _is_one_product(model, name)
+
+
+def _is_one_product(model: ModelSpec, name: str) -> bool:
+    """True if nothing but a product with a matrix, and a bias, turns hidden rows into logits."""
+    head = model.head(name)
+    match head:
+        case NextHead() if head.scale != 1.0 or head.softcap is not None:
+            return False
+        case MaskedHead() if head.transform is not None:
+            return False
+        case VectorHead():
+            return False
+        case _:
+            return not (is_tied(head) and isinstance(model.embedding, FactorizedEmbedding))
