@@ -364,7 +364,7 @@ OPENED = [
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {
     "torch parts": lambda model: build(model, device="meta"),
-    "masks": lambda model: list(estimates._masks(model, model.decoder, LENGTH)),
+    "masks": lambda model: list(estimates._masks(model, model.decoder, LENGTH, "cpu")),
 }
 
 

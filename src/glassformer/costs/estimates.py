@@ -31,8 +31,10 @@ from glassformer.spec.manifest import active, block_parameters, is_tied, stored
 from glassformer.spec.model import (
     MLP,
     ALiBi,
+    AnswerHead,
     Attention,
     Block,
+    ClassHead,
     FactorizedEmbedding,
     LayerNorm,
     Learned,
@@ -50,6 +52,7 @@ from glassformer.spec.model import (
     ScaledEmbedding,
     Sinusoidal,
     Stack,
+    StateHead,
     SwiGLU,
     VectorHead,
     rotary_of,
@@ -559,11 +562,14 @@ def _is_one_product(model: ModelSpec, name: str) -> bool:
     """True if nothing but a product with a matrix, and a bias, turns hidden rows into logits."""
     head = model.head(name)
     match head:
-        case NextHead() if head.scale != 1.0 or head.softcap is not None:
-            return False
-        case MaskedHead() if head.transform is not None:
-            return False
+        case NextHead():
+            plain = head.scale == 1.0 and head.softcap is None
+        case MaskedHead():
+            plain = head.transform is None
         case VectorHead():
-            return False
-        case _:
-            return not (is_tied(head) and isinstance(model.embedding, FactorizedEmbedding))
+            plain = False
+        case ClassHead() | StateHead() | AnswerHead():
+            plain = True
+        case _ as unreachable:
+            assert_never(unreachable)
+    return plain and not (is_tied(head) and isinstance(model.embedding, FactorizedEmbedding))
