@@ -7,10 +7,10 @@ a mixture of experts, only those that a token chooses count.
 Bytes: weights, optimizer state, KV cache and activations, which are what autograd keeps between
 forward and backward. The estimate follows the modules of `nn` operation by operation, in float32
 and with fused attention: each tensor that a backward will read counts once. On a CPU that is what
-our C kernels keep, which a step uses wherever their library is built; plain torch keeps more. On a
-GPU the fused kernel takes heads whose width is a multiple of four, and a key for every query head,
-so padding and repeated keys are counted there. A test compares the estimate with saved-tensor hooks
-(`bench.footprint`).
+our C kernels keep, which a step uses wherever their library is built; plain torch keeps more, but
+for large heads, where it may keep less. On a GPU the fused kernel takes heads whose width is a
+multiple of four, and a key for every query head, so padding and repeated keys are counted there. A
+test compares the estimate with saved-tensor hooks (`bench.footprint`).
 """
 
 from collections.abc import Iterator

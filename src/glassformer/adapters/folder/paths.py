@@ -1,4 +1,4 @@
-"""From a path to the folder or file of a model, and to its tokenizer. Imports no torch."""
+"""Find the folder or file of a model by its path, and its tokenizer. Imports no torch."""
 
 from pathlib import Path
 
