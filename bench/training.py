@@ -420,16 +420,20 @@ def lora_rows(device: str, *, quick: bool) -> Iterator[Row]:
     gc.collect()
 
 
-def peak_product(device: str) -> float:
-    """TFLOP/s of a large matrix product, in the format that training uses."""
+def peak_product(device: str, *, seconds: float = 0.0) -> float:
+    """TFLOP/s of a large matrix product, in the format that training uses: ten of them, or as many
+    as these seconds take, after which a GPU is as slow as its power allows.
+    """
     n, dtype = (8_192, torch.bfloat16) if device == "cuda" else (1_024, torch.float32)
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a).sum().item()
-    began = time.perf_counter()
-    for _ in range(10):
-        b = a @ a
-    b.sum().item()
-    return 10 * 2 * n**3 / (time.perf_counter() - began) / 1e12
+    began, products = time.perf_counter(), 0
+    while not products or time.perf_counter() - began < seconds:
+        for _ in range(10):
+            b = a @ a
+        b.sum().item()
+        products += 10
+    return products * 2 * n**3 / (time.perf_counter() - began) / 1e12
 
 
 def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row]:
@@ -481,7 +485,7 @@ def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row
 
 def loop_rows(recipe: str, device: str, steps: int | None) -> Iterator[Row]:
     """A run as users make it, of its recipe's length unless `steps` says another: time to the
-    first step, and time a step with everything around.
+    first step, and time a step with everything around, beside the same steps without it.
     """
     with TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -490,16 +494,18 @@ def loop_rows(recipe: str, device: str, steps: int | None) -> Iterator[Row]:
         steps = planned.spec.train.steps
         run = TrainingRun(planned, Path(folder) / "run", device=device)
         run.prepare()
-        moments, plain = [], []
+        moments = []
         for event in run.events():
             if isinstance(event, StepRecord):
                 moments.append(time.perf_counter())
-                plain.append(event.seconds)
         end = time.perf_counter()
-    steps = len(moments)  # a run may stop early
-    settle = min(50, steps // 4)
-    each = (end - moments[settle]) / (steps - settle - 1) * 1e3
-    bare = statistics.median(plain[settle:]) * 1e3
+        steps = len(moments)  # a run may stop early
+        settle = min(50, steps // 4)
+        each = (end - moments[settle]) / (steps - settle - 1) * 1e3
+        alone = replace(planned.spec.train, evaluate_every=steps, checkpoint_every=steps)
+        alone = replace(alone, steps=steps)
+        bare_moments = [time.perf_counter() for _ in fit(run.engine, run.task, alone)]
+    bare = (bare_moments[-1] - bare_moments[settle]) / (steps - settle - 1) * 1e3
     yield said("training", f"{recipe}: first step", f"{moments[0] - began:.1f} s")
     yield {
         "bench": "training",
@@ -539,6 +545,9 @@ def parity_rows(recipe: str, steps: int) -> Iterator[Row]:
 def run(*, device: str = "cpu", quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """Rows of every size and loop; the ratio is to the first side, of the loop to its bare step."""
     yield said("training", "a large matrix product", f"{peak_product(device):.3g} TFLOP/s")
+    if device == "cuda":
+        lasting = f"{peak_product(device, seconds=3):.3g} TFLOP/s"
+        yield said("training", "the same for three seconds", lasting)
     sizes = asked.sizes if not quick else asked.sizes[:1]
     for name in sizes:
         if device == "cuda" or name not in LARGE:

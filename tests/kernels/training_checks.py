@@ -6,6 +6,7 @@ every variant that the machine has.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,106 @@ def attention_reads_no_future() -> None:
                     assert not any(s[:, :, cut:].any() for s in slopes[1:])
                     found.append([x[:, :, :cut] for x in (out, *slopes)])
                 assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
+
+
+def attention_layers_are_torchs() -> None:
+    """Projections, rotation, a mask with rows that attend to nothing, attention and the last
+    projection as one part: of a sequence and of another one, with and without biases.
+    """
+    B, T, S, D, N, K, H = 2, 5, 7, 13, 6, 3, 10
+    sizes = ((N * H, D), (K * H, D), (K * H, D), (D, N * H))
+    allow = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(4)) > 0.4
+    allow[..., 1] = True
+    empty = torch.zeros(B, 1, T, 1, dtype=torch.bool)
+    empty[0, :, 3] = True
+    angles = single(T, H // 2, seed=5)
+    for crossed in (False, True):
+        for biased in (False, True):
+            given = [single(B, T, D), *([single(B, S, D, seed=8)] if crossed else [])]
+            given += [0.2 * single(*size, seed=i) for i, size in enumerate(sizes, start=20)]
+            given += [single(size[0], seed=i) for i, size in enumerate(sizes, start=30)] * biased
+            kind = {
+                "d_head": H,
+                "allow": None if crossed else allow,
+                "empty": None if crossed else empty,
+                "causal": False,
+                "scale": 0.3,
+            }
+
+            def parts(
+                *x: Tensor, crossed: bool = crossed
+            ) -> tuple[Tensor, Tensor | None, list[Any], list[Any]]:
+                first = 2 if crossed else 1
+                return (
+                    x[0],
+                    x[1] if crossed else None,
+                    [*x[first : first + 4]],
+                    [*x[first + 4 :]] or [None] * 4,
+                )
+
+            def ours(*x: Tensor, crossed: bool = crossed, kind: Any = kind) -> Tensor:
+                turn = None if crossed else (angles.cos(), angles.sin())
+                return train_kernels.attention_layer(*parts(*x), **kind, rotation=turn)
+
+            def reference(*x: Tensor, crossed: bool = crossed, kind: Any = kind) -> Tensor:
+                x_BTD, context, weights, biases = parts(*x)
+                context = x_BTD if context is None else context
+                q, k, v = (
+                    F.linear(of, w, b).unflatten(-1, (-1, H)).transpose(1, 2)
+                    for of, w, b in zip((x_BTD, context, context), weights, biases, strict=False)
+                )
+                if not crossed:
+                    wide = angles.double()
+                    q, k = rotate(q, wide.cos(), wide.sin()), rotate(k, wide.cos(), wide.sin())
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=kind["allow"], scale=0.3, enable_gqa=True
+                )
+                if kind["empty"] is not None:
+                    out = out.masked_fill(kind["empty"], 0.0)
+                return F.linear(out.transpose(1, 2).flatten(2), weights[3], biases[3])
+
+            compare(ours, reference, given)
+
+
+def products_are_torchs() -> None:
+    """Some products of one input, with a bias and without; also of no rows, as an expert has."""
+    none = train_kernels.products(single(0, 7), (single(11, 7), single(13, 7)), (None, None))
+    assert [x.shape for x in none] == [(0, 11), (0, 13)]
+    compare(
+        lambda x, v, w, b: torch.cat(train_kernels.products(x, (v, w), (None, b)), -1),
+        lambda x, v, w, b: torch.cat((F.linear(x, v), F.linear(x, w, b)), -1),
+        [single(3, 5, 7), single(11, 7, seed=1), single(13, 7, seed=2), single(13, seed=3)],
+    )
+
+
+def sums_have_their_norm() -> None:
+    """x + added and its norm, of which both are used, or one."""
+    for used in ((0, 1), (0,), (1,)):
+
+        def ours(x: Tensor, added: Tensor, gain: Tensor, used: Any = used) -> Tensor:
+            both = train_kernels.sum_and_norm(x, added, gain, eps=0.1)
+            return torch.stack([both[i] for i in used]) + 0 * gain
+
+        def plain(x: Tensor, added: Tensor, gain: Tensor, used: Any = used) -> Tensor:
+            both = x + added, F.rms_norm(x + added, x.shape[-1:], gain, 0.1)
+            return torch.stack([both[i] for i in used]) + 0 * gain
+
+        compare(ours, plain, [single(5, 37, 31), single(5, 37, 31, seed=1), single(31, seed=2)])
+
+
+def embeddings_add_their_rows() -> None:
+    """The gradient of a table, in which rows occur again, is added to what the parameter has."""
+    tokens, slope = torch.tensor([[3, 0, 3], [5, 3, 1]]), single(2, 3, 7, seed=1)
+    for before in (None, single(11, 7, seed=2)):
+        wide = single(11, 7).double().requires_grad_()
+        wanted = torch.autograd.grad(F.embedding(tokens, wide), wide, slope.double())[0]
+        weight = torch.nn.Parameter(single(11, 7))
+        weight.grad = None if before is None else before.clone()
+        found = train_kernels.embedded(tokens, weight)
+        found.backward(slope)
+        assert torch.equal(found, weight[tokens])
+        wanted = wanted if before is None else wanted + before
+        assert weight.grad is not None and (weight.grad - wanted).abs().max() <= NEAR
 
 
 def norms_are_torchs() -> None:
@@ -222,6 +323,10 @@ TRAINING_CHECKS = {
     for check in (
         attention_is_torchs,
         attention_reads_no_future,
+        attention_layers_are_torchs,
+        products_are_torchs,
+        sums_have_their_norm,
+        embeddings_add_their_rows,
         norms_are_torchs,
         gates_are_torchs,
         rotations_are_the_plain_ones,

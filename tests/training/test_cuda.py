@@ -57,9 +57,7 @@ def test_the_recorded_step_is_the_plain_step(case):
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("name", ["lm-modern", "text", "parity", "reverse"])
 def test_the_compiled_step_is_the_plain_step(name, monkeypatch):
-    """With the kernels of a compiled step: heads cut apart and rotated, gate, GELU, norms after a
-    sum, loss.
-    """
+    """The compiled kernels: heads cut apart and rotated, gates, norms after a sum, losses."""
     monkeypatch.setattr(losses, "FUSED_PIECE", 1)
     run, task, (_, plain) = pair(name, "model.decoder.dropout=0", steps=12)
     compiled = TorchEngine.fresh(run.model, replace(run.train, compile="on"), device="cuda")
@@ -160,7 +158,7 @@ def test_a_run_stops_and_goes_on(tmp_path):
 
 
 def test_samples_that_are_written_aside_are_those_that_are_waited_for(tmp_path):
-    """From the second evaluation on a thread writes them while the evaluation is computed."""
+    """A thread writes them while the second evaluation and all later ones are computed."""
     found = {}
     for aside in (True, False):
         spec = recipe("text", ["train.steps=40", "train.evaluate_every=10"])

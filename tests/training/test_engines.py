@@ -78,7 +78,7 @@ def test_clipping_bounds_what_is_applied_and_tells_what_was(kind):
 
 
 def decay_touches_what_the_manifest_says(kind: str) -> None:
-    """With nothing to learn from, only decay moves a weight: biases, gains and norms stay."""
+    """Only decay moves a weight when there is nothing to learn: biases, gains and norms stay."""
     run = digits("train.optimizer.weight_decay=0.5", "train.precision=float64")
     engine, batch = engine_of(run, kind), uneven(run, 8)
     engine.load_weights({name: array + 0.5 for name, array in engine.weights().items()})

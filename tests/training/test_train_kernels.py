@@ -141,18 +141,33 @@ def test_state_moves_between_both_updates(monkeypatch):
 #: What a caller of a kernel may get wrong: the function, and a damaged one in its place.
 FAULTS = {
     "attention without its scale": (
-        "attention",
+        "attention_layer",
         lambda f: lambda *x, **k: f(*x, **(k | {"scale": 1.0})),
     ),
     "attention without its mask": (
-        "attention",
+        "attention_layer",
         lambda f: lambda *x, **k: f(*x, **(k | {"allow": None})),
     ),
-    "keys for values": ("attention", lambda f: lambda q, k, v, **o: f(q, k, k, **o)),
+    "keys for values": (
+        "attention_layer",
+        lambda f: lambda x, c, w, b, **o: f(x, c, [w[0], w[1], w[1], w[3]], b, **o),
+    ),
     "another eps": ("rms_norm", lambda f: lambda *x, eps: f(*x, eps=0.1)),
     "a gain twice": ("rms_norm", lambda f: lambda x, g, eps: f(x, 2 * g, eps=eps)),
     "gate and up exchanged": ("gated", lambda f: lambda gate, up: f(up, gate)),
-    "rotated backwards": ("turned", lambda f: lambda x, cos, sin: f(x, cos, -sin)),
+    "rotated backwards": (
+        "_turn",
+        lambda f: lambda x, cos, sin, *, back: f(x, cos, -sin, back=back),
+    ),
+    "products exchanged": ("products", lambda f: lambda *x: f(*x)[::-1]),
+    "a sum without its half": (
+        "sum_and_norm",
+        lambda f: lambda x, added, *g, **k: f(x, 0.5 * added, *g, **k),
+    ),
+    "an embedding adds nothing": (
+        "embedded",
+        lambda f: lambda tokens, weight: f(tokens, weight).detach(),
+    ),
     "every row counts": ("loss_rows", lambda f: lambda x, t, w, s: f(x, t, torch.ones_like(w), s)),
     "targets one further": (
         "loss_rows",

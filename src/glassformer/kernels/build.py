@@ -20,7 +20,7 @@ HEADERS = (
     *("native.h", "rounding.h", "floating_block.h", "integer_x86.h", "each_width.h", "lanes.h"),
     *("step_parts.h", "step_attention.h", "train_parts.h", "train_attention.h"),
 )
-#: Those that the bits of a training step depend on.
+#: The files that the bits of a training step depend on.
 TRAINING = ("train.c", "train_parts.h", "train_attention.h", "lanes.h", "each_width.h")
 LIBRARY = HERE / ("_native" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
 #: No contraction to fused operations: every variant does exactly the operations in the source.

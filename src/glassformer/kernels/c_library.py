@@ -29,6 +29,7 @@ TRAINING = (
     "gate_forward",
     "gate_backward",
     "turn",
+    "add_rows",
     "adamw",
 )
 

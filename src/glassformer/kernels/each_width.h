@@ -1,4 +1,4 @@
-/* Includes PARTS_OF once for each width of vectors.
+/* Includes PARTS_OF, through lanes.h, once for each width of vectors.
 
    NAME(..) names what is made, TARGET says for which machine. The lines are the same for all: WIDTH
    numbers are added and multiplied side by side. FILL(x) is x in all of them, FMA(a, b, c) is
@@ -31,18 +31,7 @@ AVX2 INLINE float largest8(__m256 v) {
 #define LARGEST(v) larger(larger((v)[0], (v)[2]), larger((v)[1], (v)[3]))
 #define WIDEN(p) ((lanes){(p)[0], (p)[1], (p)[2], (p)[3]})
 #include "lanes.h"
-#include PARTS_OF
-#undef NAME
-#undef TARGET
-#undef WIDTH
-#undef FILL
-#undef SUM
-#undef LARGEST
-#undef WIDEN
-#undef FMA
-#undef lanes
-#undef whole
-#undef stored
+
 #ifdef GLASS_X86
 #define NAME(what) avx2_##what
 #define TARGET AVX2
@@ -53,18 +42,7 @@ AVX2 INLINE float largest8(__m256 v) {
 #define LARGEST largest8
 #define WIDEN(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #include "lanes.h"
-#include PARTS_OF
-#undef NAME
-#undef TARGET
-#undef WIDTH
-#undef FILL
-#undef SUM
-#undef LARGEST
-#undef WIDEN
-#undef FMA
-#undef lanes
-#undef whole
-#undef stored
+
 #define NAME(what) avx512_##what
 #define TARGET AVX512
 #define WIDTH 16
@@ -74,16 +52,4 @@ AVX2 INLINE float largest8(__m256 v) {
 #define LARGEST _mm512_reduce_max_ps
 #define WIDEN(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #include "lanes.h"
-#include PARTS_OF
-#undef NAME
-#undef TARGET
-#undef WIDTH
-#undef FILL
-#undef SUM
-#undef LARGEST
-#undef WIDEN
-#undef FMA
-#undef lanes
-#undef whole
-#undef stored
 #endif

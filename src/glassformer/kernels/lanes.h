@@ -1,4 +1,5 @@
-/* Included by each_width.h: WIDTH numbers, and what is computed of them. */
+/* Included by each_width.h: WIDTH numbers, what is computed of them, and the parts that use it. Then
+   all is undefined, for the next width. */
 
 #define lanes NAME(numbers)
 #define whole NAME(integers)
@@ -48,3 +49,17 @@ TARGET INLINE lanes NAME(root)(lanes x) {
     for (int l = 0; l < WIDTH; l++) x[l] = sqrtf(x[l]);
     return x;
 }
+
+#include PARTS_OF
+
+#undef NAME
+#undef TARGET
+#undef WIDTH
+#undef FILL
+#undef SUM
+#undef LARGEST
+#undef WIDEN
+#undef FMA
+#undef lanes
+#undef whole
+#undef stored

@@ -1,5 +1,6 @@
 /* A training step's passes over memory, each in one go and with its gradient: attention of short
-   sequences, the loss, RMSNorm, the gate of SwiGLU, rotary positions, clipping and AdamW.
+   sequences, the loss, RMSNorm, the gate of SwiGLU, rotary positions, an embedding's gradient,
+   clipping and AdamW.
 
    train_kernels.py makes them parts of torch's graph. Every item of shared work is computed in an
    order of its own, so that the number of threads changes no bit. */
@@ -14,6 +15,7 @@
 #define MOST_ROWS 12  /* rows of a product whose sums are in registers, with one or two vectors each */
 #define WIDE_ROWS 6   /* with four */
 #define MOST_WIDE 4
+#define AHEAD 8       /* rows that are loaded before they are copied */
 #define NORM_ROWS 64 /* rows of one piece of a norm's gradient */
 #define STEADY 4     /* pieces of shared work for each thread */
 
@@ -53,9 +55,11 @@ struct loss {
 };
 
 struct norm {
-    const float *x, *gain;
-    float *y; /* backward: dy */
-    float *rate, *dx, *d_gain;
+    const float *x, *added, *gain; /* added: or null */
+    float *sum, *y;                /* y: backward dy */
+    float *rate;
+    const float *more; /* what dx is added to, or null */
+    float *dx, *d_gain;
     int64_t rows, width;
     float eps;
     int32_t threads;
@@ -74,6 +78,13 @@ struct turn {
     const float *cos, *sin; /* (T, half), or one for each sequence, `batch` apart */
     int64_t batch, sequences, heads, length, width, half;
     int32_t back, threads;
+};
+
+struct added_rows {
+    float *to;         /* (.., width) */
+    const float *from; /* (rows, width) */
+    const int64_t *index;
+    int64_t rows, width;
 };
 
 struct tensor {
@@ -95,6 +106,20 @@ struct update {
     float scale;
     int32_t threads;
 };
+
+/* Memory of our own, in complete lines of the cache, all 0. */
+static float *own_memory(int64_t count) {
+    size_t size = sizeof(float) * (size_t)((count + 15) / 16 * 16);
+    float *own = aligned_alloc(64, size);
+    if (own) memset(own, 0, size);
+    return own;
+}
+
+/* Begins to load rows of `width` numbers, `stride` apart, which are read later. */
+INLINE void fetch(const float *from, int64_t stride, int64_t rows, int64_t width) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < width; h += 16) __builtin_prefetch(from + i * stride + h);
+}
 
 #define PARTS_OF "train_parts.h"
 #include "each_width.h"
@@ -159,6 +184,15 @@ EXPORT void glass_gate_backward(struct gate *gate) {
 EXPORT void glass_turn(struct turn *turn) {
     static const part_fn variants[] = VARIANTS(turn);
     share(variants, turn, turn->sequences * turn->length, turn->heads * turn->width, turn->threads);
+}
+
+/* to[index[m]] += from[m], one after another: rows of `to` may occur again. */
+EXPORT void glass_add_rows(struct added_rows *added) {
+    for (int64_t m = 0; m < added->rows; m++) {
+        float *to = added->to + added->index[m] * added->width;
+        const float *from = added->from + m * added->width;
+        for (int64_t i = 0; i < added->width; i++) to[i] += from[i];
+    }
 }
 
 /* The norm of all gradients together. */

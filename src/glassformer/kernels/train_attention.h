@@ -5,24 +5,26 @@
    and the sum of exponentials:
 
        P = exp(q k^T scale - most) / sum                  dV = P^T dO        dP = dO V^T
-       dS = P (dP - sum(dO O)) scale                      dQ = dS K          dK = dS^T Q
+       dS = P (dP - sum(dO O))                            dQ = dS K scale    dK = dS^T (Q scale)
 
-   All six products are the same few lines: a number of the left side times a vector of the right
-   one, with the sums in registers. */
+   Everything is copied to memory of its own first: heads lie far apart, which a cache takes badly,
+   and there every row begins with a vector, rows are complete vectors, and their number a multiple
+   of four, all filled up with zeros. So all six products are the same few lines: a number of the
+   left side times a vector of the right one, with the sums in registers. */
+
+#define QUADS(count) (((count) + 3) / 4 * 4)
 
 /* out[r][v] = (onto: what is there) + sum over k of a[r, k] * b[k, v], for `rows` rows and `vectors`
-   vectors from column `at` on; the last has `left` numbers. */
+   vectors. */
 TARGET INLINE void NAME(block)(const struct side *a, const float *b, int64_t b_row, float *out,
-                               int64_t out_row, int rows, int vectors, int64_t depth, int64_t left,
-                               int onto) {
+                               int64_t out_row, int rows, int vectors, int64_t depth, int onto) {
     lanes sums[MOST_ROWS][MOST_WIDE];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             sums[r][v] = FILL(0.0f);
-            if (onto)
-                sums[r][v] = NAME(get)(out + r * out_row + v * WIDTH, v + 1 < vectors ? WIDTH : left);
+            if (onto) sums[r][v] = *(stored *)(out + r * out_row + v * WIDTH);
         }
     for (int64_t k = 0; k < depth; k++) {
         lanes line[MOST_WIDE];
@@ -39,101 +41,112 @@ TARGET INLINE void NAME(block)(const struct side *a, const float *b, int64_t b_r
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            NAME(put)(out + r * out_row + v * WIDTH, sums[r][v], v + 1 < vectors ? WIDTH : left);
+        for (int v = 0; v < vectors; v++) *(stored *)(out + r * out_row + v * WIDTH) = sums[r][v];
 }
 
-/* Rows one after another, as many at once as have their sums in registers. */
-#define ROWS_OF(vectors, many)                                                                   \
+/* The next rows, as many at once as have their sums in registers. */
+#define NEXT_ROWS(many, vectors)                                                                 \
     {                                                                                            \
-        int64_t r = 0;                                                                           \
-        struct side rest = *a;                                                                   \
-        for (; r + many <= rows; r += many, rest.from += many * a->row)                          \
-            NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, many, vectors,    \
-                        depth, left, onto);                                                      \
-        for (; r + 4 <= rows; r += 4, rest.from += 4 * a->row)                                   \
-            NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, 4, vectors,       \
-                        depth, left, onto);                                                      \
-        for (; r < rows; r++, rest.from += a->row)                                               \
-            NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, 1, vectors,       \
-                        depth, left, onto);                                                      \
+        NAME(block)(&rest, b + at, b_row, out + r * out_row + at, out_row, many, vectors, depth, \
+                    onto);                                                                       \
+        r += many;                                                                               \
+        rest.from += many * a->row;                                                              \
     }
 
-/* out (rows, columns) = (onto: what is there) + a (rows, depth) b (depth, columns). Rows of b may be
-   read up to the next whole vector; what lies there goes nowhere. */
+/* out (rows, columns) = (onto: what is there) + a (rows, depth) b (depth, columns): a multiple of
+   four rows, and columns of complete vectors. */
 TARGET static void NAME(product)(const struct side *a, const float *b, int64_t b_row, float *out,
                                  int64_t out_row, int64_t rows, int64_t columns, int64_t depth,
                                  int onto) {
     for (int64_t at = 0; at < columns;) {
-        int64_t left = columns - at;
-        if (left > 3 * WIDTH) {
-            left = left < 4 * WIDTH ? left - 3 * WIDTH : WIDTH;
-            ROWS_OF(4, WIDE_ROWS)
+        int64_t left = columns - at, r = 0;
+        struct side rest = *a;
+        if (left >= 4 * WIDTH) {
+            while ((rows - r) % WIDE_ROWS) NEXT_ROWS(4, 4)
+            while (r < rows) NEXT_ROWS(WIDE_ROWS, 4)
             at += 4 * WIDTH;
-        } else if (left > WIDTH) {
-            left = left < 2 * WIDTH ? left - WIDTH : WIDTH;
-            ROWS_OF(2, MOST_ROWS)
+        } else if (left >= 2 * WIDTH) {
+            while (rows - r >= MOST_ROWS) NEXT_ROWS(MOST_ROWS, 2)
+            if (rows - r == 8) NEXT_ROWS(8, 2)
+            if (rows - r == 4) NEXT_ROWS(4, 2)
             at += 2 * WIDTH;
         } else {
-            ROWS_OF(1, MOST_ROWS)
+            while (rows - r >= MOST_ROWS) NEXT_ROWS(MOST_ROWS, 1)
+            if (rows - r == 8) NEXT_ROWS(8, 1)
+            if (rows - r == 4) NEXT_ROWS(4, 1)
             at += WIDTH;
         }
     }
 }
 
-/* Rows of `width` numbers, `stride` apart, that may be read in complete vectors: as they lie, or as
-   a copy filled up with zeros. */
-TARGET INLINE const float *NAME(padded)(const float *from, int64_t *stride, int64_t rows,
-                                        int64_t width, float *to) {
-    int64_t full = WHOLE(width);
-    if (full == width) return from;
+/* Rows of `width` numbers, `stride` apart, times `factor`, to memory of our own. */
+TARGET INLINE void NAME(gather)(const float *from, int64_t stride, int64_t rows, int64_t width,
+                                float factor, float *to) {
+    int64_t wide = WHOLE(width);
+    fetch(from, stride, rows < AHEAD ? rows : AHEAD, width);
     for (int64_t i = 0; i < rows; i++) {
-        memcpy(to + i * full, from + i * *stride, sizeof(float) * (size_t)width);
-        for (int64_t h = width; h < full; h++) to[i * full + h] = 0.0f;
+        if (i + AHEAD < rows) fetch(from + (i + AHEAD) * stride, stride, 1, width);
+        for (int64_t h = 0; h < width; h += WIDTH)
+            *(stored *)(to + i * wide + h) =
+                NAME(get)(from + i * stride + h, width - h) * FILL(factor);
     }
-    *stride = full;
-    return to;
+    memset(to + rows * wide, 0, sizeof(float) * (size_t)((QUADS(rows) - rows) * wide));
 }
 
-/* (rows, width) turned to (width, rows), with rows filled up to complete vectors of zeros. */
-TARGET INLINE void NAME(turned)(const float *from, int64_t stride, int64_t rows, int64_t width,
-                                float *to) {
-    int64_t full = WHOLE(rows), i = 0;
+/* The reverse; row i times factor[i * apart]. */
+TARGET INLINE void NAME(scatter)(const float *from, const float *factor, int64_t apart, int64_t rows,
+                                 int64_t width, float *to, int64_t stride) {
+    int64_t wide = WHOLE(width);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < width; h += WIDTH)
+            NAME(put)(to + i * stride + h,
+                      *(const stored *)(from + i * wide + h) * FILL(factor[i * apart]), width - h);
+}
+
+/* (rows, wide) turned to (wide, rows), rows of `line` numbers; both sides are our own memory. */
+TARGET INLINE void NAME(turned)(const float *from, int64_t rows, int64_t wide, float *to,
+                                int64_t line) {
+    for (int64_t i = 0; i < QUADS(rows); i += 4)
+        for (int64_t h = 0; h < wide; h += 4) {
+            const float *at = from + i * wide + h;
 #ifdef GLASS_X86
-    for (; i + 4 <= rows; i += 4) {
-        int64_t h = 0;
-        for (; h + 4 <= width; h += 4) {
-            const float *at = from + i * stride + h;
-            __m128 a = _mm_loadu_ps(at), b = _mm_loadu_ps(at + stride);
-            __m128 c = _mm_loadu_ps(at + 2 * stride), d = _mm_loadu_ps(at + 3 * stride);
+            __m128 a = _mm_load_ps(at), b = _mm_load_ps(at + wide);
+            __m128 c = _mm_load_ps(at + 2 * wide), d = _mm_load_ps(at + 3 * wide);
             _MM_TRANSPOSE4_PS(a, b, c, d);
-            _mm_storeu_ps(to + h * full + i, a);
-            _mm_storeu_ps(to + (h + 1) * full + i, b);
-            _mm_storeu_ps(to + (h + 2) * full + i, c);
-            _mm_storeu_ps(to + (h + 3) * full + i, d);
-        }
-        for (; h < width; h++)
-            for (int64_t r = i; r < i + 4; r++) to[h * full + r] = from[r * stride + h];
-    }
+            _mm_store_ps(to + h * line + i, a);
+            _mm_store_ps(to + (h + 1) * line + i, b);
+            _mm_store_ps(to + (h + 2) * line + i, c);
+            _mm_store_ps(to + (h + 3) * line + i, d);
+#else
+            for (int64_t r = 0; r < 4; r++)
+                for (int64_t c = 0; c < 4; c++) to[(h + c) * line + i + r] = at[r * wide + c];
 #endif
-    for (; i < rows; i++)
-        for (int64_t h = 0; h < width; h++) to[h * full + i] = from[i * stride + h];
-    for (int64_t h = 0; h < width; h++)
-        for (i = rows; i < full; i++) to[h * full + i] = 0.0f;
+        }
 }
 
-/* Scores of query t become scores that may be attended to: -inf elsewhere, up to `full`. */
+/* Scores of query t that a mask excludes become -inf. */
 TARGET INLINE void NAME(close)(const struct attention *a, float *scores, int64_t b, int64_t n,
-                               int64_t t, int64_t keys, int64_t full) {
-    if (a->allow) {
-        const uint8_t *allow = a->allow + b * a->allow_batch + n * a->allow_head + t * a->allow_row;
-        if (a->allow_key == 1)
-            for (int64_t s = 0; s < keys; s++) scores[s] = allow[s] ? scores[s] : -INFINITY;
-        else
-            for (int64_t s = 0; s < keys; s++)
-                scores[s] = allow[s * a->allow_key] ? scores[s] : -INFINITY;
-    }
-    for (int64_t s = a->causal && t + 1 < keys ? t + 1 : keys; s < full; s++) scores[s] = -INFINITY;
+                               int64_t t, int64_t keys) {
+    const uint8_t *allow = a->allow + b * a->allow_batch + n * a->allow_head + t * a->allow_row;
+    if (a->allow_key == 1)
+        for (int64_t s = 0; s < keys; s++) scores[s] = allow[s] ? scores[s] : -INFINITY;
+    else
+        for (int64_t s = 0; s < keys; s++)
+            scores[s] = allow[s * a->allow_key] ? scores[s] : -INFINITY;
+}
+
+/* How many keys query t may attend to, of the first `keys`. */
+INLINE int64_t NAME(reach)(const struct attention *a, int64_t t, int64_t keys) {
+    return a->causal && t + 1 < keys ? t + 1 : keys;
+}
+
+/* Scores, of which `left` are to be seen: -inf for the others. */
+TARGET INLINE lanes NAME(seen)(const float *scores, int64_t left) {
+    lanes all = *(const stored *)scores;
+    if (left >= WIDTH) return all;
+    whole at = {0};
+    for (int l = 0; l < WIDTH; l++) at[l] = l;
+    return NAME(pick)(at < (int32_t)left, all, FILL(-INFINITY));
 }
 
 TARGET INLINE lanes NAME(weight)(lanes score, lanes from) {
@@ -143,48 +156,49 @@ TARGET INLINE lanes NAME(weight)(lanes score, lanes from) {
 TARGET static void NAME(attention_forward)(void *data, int64_t first, int64_t last) {
     struct attention *a = data;
     int64_t T = a->queries, S = a->keys, H = a->width, group = a->heads / a->kv_heads;
-    int64_t full = WHOLE(S), wide = WHOLE(H);
-    float *own = malloc(sizeof(float) * (size_t)(H * full + S * wide + BLOCK_ROWS * full));
-    float *turned = own, *spare = turned + H * full, *scores = spare + S * wide;
+    int64_t wide = WHOLE(H), line = WHOLE(S) + WIDTH; /* seldom a power of two */
+    float *own = own_memory(wide * line + QUADS(S) * wide + BLOCK_ROWS * (line + 2 * wide));
+    float *turned = own, *values = turned + wide * line, *scores = values + QUADS(S) * wide;
+    float *queries = scores + BLOCK_ROWS * line, *out = queries + BLOCK_ROWS * wide;
     if (!own) {
         a->failed = 1;
         return;
     }
     for (int64_t item = first; item < last; item++) {
-        int64_t b = item / a->kv_heads, k = item % a->kv_heads, v_row = a->v.row;
-        const float *values = HEAD(v, b, k);
-        NAME(turned)(HEAD(k, b, k), a->k.row, S, H, turned);
-        values = NAME(padded)(values, &v_row, S, H, spare);
+        int64_t b = item / a->kv_heads, k = item % a->kv_heads;
+        NAME(gather)(HEAD(k, b, k), a->k.row, S, H, 1.0f, values);
+        NAME(turned)(values, S, wide, turned, line);
+        NAME(gather)(HEAD(v, b, k), a->v.row, S, H, 1.0f, values);
         for (int64_t n = k * group; n < (k + 1) * group; n++)
             for (int64_t t = 0; t < T; t += BLOCK_ROWS) {
-                int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS;
+                int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS, four = QUADS(rows);
                 int64_t keys = a->causal && t + rows < S ? t + rows : S, end = WHOLE(keys);
-                struct side q = {HEAD(q, b, n) + t * a->q.row, a->q.row, 1};
-                NAME(product)(&q, turned, full, scores, full, rows, end, H, 0);
+                float *kept = a->kept + 2 * ((b * a->heads + n) * T + t);
+                struct side q = {queries, wide, 1}, p = {scores, line, 1};
+                NAME(gather)(HEAD(q, b, n) + t * a->q.row, a->q.row, rows, H, a->scale, queries);
+                if (t + 2 * BLOCK_ROWS <= T)
+                    fetch(HEAD(q, b, n) + (t + rows) * a->q.row, a->q.row, BLOCK_ROWS, H);
+                NAME(product)(&q, turned, line, scores, line, four, end, H, 0);
                 for (int64_t r = 0; r < rows; r++) {
-                    float *row = scores + r * full;
-                    float *kept = a->kept + 2 * ((b * a->heads + n) * T + t + r);
-                    lanes most = FILL(-INFINITY), sums = FILL(0.0f), scale = FILL(a->scale);
-                    NAME(close)(a, row, b, n, t + r, keys, end);
+                    float *row = scores + r * line;
+                    int64_t reach = NAME(reach)(a, t + r, keys);
+                    lanes most = FILL(-INFINITY), sums = FILL(0.0f);
+                    if (a->allow) NAME(close)(a, row, b, n, t + r, keys);
                     for (int64_t s = 0; s < end; s += WIDTH) {
-                        lanes v = *(stored *)(row + s) * scale;
+                        lanes v = NAME(seen)(row + s, reach - s);
                         most = NAME(pick)(v > most, v, most);
                     }
-                    kept[0] = LARGEST(most);
-                    most = FILL(kept[0]);
+                    kept[2 * r] = LARGEST(most);
+                    most = FILL(kept[2 * r]);
                     for (int64_t s = 0; s < end; s += WIDTH) {
-                        lanes v = NAME(weight)(*(stored *)(row + s) * scale, most);
+                        lanes v = NAME(weight)(NAME(seen)(row + s, reach - s), most);
                         *(stored *)(row + s) = v;
                         sums += v;
                     }
-                    kept[1] = 1.0f / SUM(sums);
-                    sums = FILL(kept[1]);
-                    for (int64_t s = 0; s < end; s += WIDTH)
-                        *(stored *)(row + s) = *(stored *)(row + s) * sums;
+                    kept[2 * r + 1] = 1.0f / SUM(sums);
                 }
-                struct side p = {scores, full, 1};
-                NAME(product)(&p, values, v_row, HEAD(out, b, n) + t * a->out.row, a->out.row, rows,
-                              H, keys, 0);
+                NAME(product)(&p, values, wide, out, wide, four, wide, keys, 0);
+                NAME(scatter)(out, kept + 1, 2, rows, H, HEAD(out, b, n) + t * a->out.row, a->out.row);
             }
     }
     free(own);
@@ -193,59 +207,69 @@ TARGET static void NAME(attention_forward)(void *data, int64_t first, int64_t la
 TARGET static void NAME(attention_backward)(void *data, int64_t first, int64_t last) {
     struct attention *a = data;
     int64_t T = a->queries, S = a->keys, H = a->width, group = a->heads / a->kv_heads;
-    int64_t full = WHOLE(S), wide = WHOLE(H);
-    float *own = malloc(sizeof(float) * (size_t)(2 * H * full + S * wide + 2 * BLOCK_ROWS * wide +
-                                                 2 * BLOCK_ROWS * full));
-    float *k_turned = own, *v_turned = k_turned + H * full, *k_spare = v_turned + H * full;
-    float *q_spare = k_spare + S * wide, *o_spare = q_spare + BLOCK_ROWS * wide;
-    float *weights = o_spare + BLOCK_ROWS * wide, *slopes = weights + BLOCK_ROWS * full;
+    int64_t wide = WHOLE(H), line = WHOLE(S) + WIDTH, all_keys = QUADS(S) * wide;
+    float *own = own_memory(2 * wide * line + 3 * all_keys + BLOCK_ROWS * (2 * line + 3 * wide));
+    float *k_turned = own, *v_turned = k_turned + wide * line, *k_own = v_turned + wide * line;
+    float *d_k = k_own + all_keys, *d_v = d_k + all_keys, *weights = d_v + all_keys;
+    float *slopes = weights + BLOCK_ROWS * line, *q_own = slopes + BLOCK_ROWS * line;
+    float *o_own = q_own + BLOCK_ROWS * wide, *d_q = o_own + BLOCK_ROWS * wide;
+    const float one = 1.0f;
     if (!own) {
         a->failed = 1;
         return;
     }
     for (int64_t item = first; item < last; item++) {
-        int64_t b = item / a->kv_heads, k = item % a->kv_heads, k_row = a->k.row;
-        const float *keys_of = NAME(padded)(HEAD(k, b, k), &k_row, S, H, k_spare);
-        NAME(turned)(HEAD(k, b, k), a->k.row, S, H, k_turned);
-        NAME(turned)(HEAD(v, b, k), a->v.row, S, H, v_turned);
+        int64_t b = item / a->kv_heads, k = item % a->kv_heads;
+        NAME(gather)(HEAD(v, b, k), a->v.row, S, H, 1.0f, k_own);
+        NAME(turned)(k_own, S, wide, v_turned, line);
+        NAME(gather)(HEAD(k, b, k), a->k.row, S, H, 1.0f, k_own);
+        NAME(turned)(k_own, S, wide, k_turned, line);
         int onto = 0;
         for (int64_t n = k * group; n < (k + 1) * group; n++)
             /* The last block has every key: it writes where the others add. */
             for (int64_t t = (T - 1) / BLOCK_ROWS * BLOCK_ROWS; t >= 0; t -= BLOCK_ROWS) {
-                int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS;
+                int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS, four = QUADS(rows);
                 int64_t keys = a->causal && t + rows < S ? t + rows : S, end = WHOLE(keys);
-                int64_t q_row = a->q.row, o_row = a->d_out.row;
-                const float *q_of = HEAD(q, b, n) + t * q_row, *o_of = HEAD(d_out, b, n) + t * o_row;
-                struct side q = {q_of, q_row, 1}, o = {o_of, o_row, 1};
-                NAME(product)(&q, k_turned, full, weights, full, rows, end, H, 0);
-                NAME(product)(&o, v_turned, full, slopes, full, rows, end, H, 0);
+                struct side q = {q_own, wide, 1}, o = {o_own, wide, 1};
+                NAME(gather)(HEAD(q, b, n) + t * a->q.row, a->q.row, rows, H, a->scale, q_own);
+                NAME(gather)(HEAD(d_out, b, n) + t * a->d_out.row, a->d_out.row, rows, H, 1.0f, o_own);
+                if (t > 0) {
+                    int64_t before = t - BLOCK_ROWS;
+                    fetch(HEAD(q, b, n) + before * a->q.row, a->q.row, BLOCK_ROWS, H);
+                    fetch(HEAD(out, b, n) + before * a->out.row, a->out.row, BLOCK_ROWS, H);
+                    fetch(HEAD(d_out, b, n) + before * a->d_out.row, a->d_out.row, BLOCK_ROWS, H);
+                }
+                NAME(product)(&q, k_turned, line, weights, line, four, end, H, 0);
+                NAME(product)(&o, v_turned, line, slopes, line, four, end, H, 0);
                 for (int64_t r = 0; r < rows; r++) {
-                    float *row = weights + r * full, *slope = slopes + r * full;
+                    float *row = weights + r * line, *slope = slopes + r * line;
                     const float *out = HEAD(out, b, n) + (t + r) * a->out.row;
                     const float *kept = a->kept + 2 * ((b * a->heads + n) * T + t + r);
-                    lanes dots = FILL(0.0f), scale = FILL(a->scale);
-                    NAME(close)(a, row, b, n, t + r, keys, end);
+                    int64_t reach = NAME(reach)(a, t + r, keys);
+                    lanes dots = FILL(0.0f);
+                    if (a->allow) NAME(close)(a, row, b, n, t + r, keys);
                     for (int64_t h = 0; h < H; h += WIDTH)
-                        dots += NAME(get)(out + h, H - h) * NAME(get)(o_of + r * o_row + h, H - h);
+                        dots += NAME(get)(out + h, H - h) * *(stored *)(o_own + r * wide + h);
                     lanes most = FILL(kept[0]), share = FILL(kept[1]), all = FILL(SUM(dots));
                     for (int64_t s = 0; s < end; s += WIDTH) {
-                        lanes p = NAME(weight)(*(stored *)(row + s) * scale, most) * share;
+                        lanes p = NAME(weight)(NAME(seen)(row + s, reach - s), most) * share;
                         *(stored *)(row + s) = p;
-                        *(stored *)(slope + s) = p * (*(stored *)(slope + s) - all) * scale;
+                        *(stored *)(slope + s) = p * (*(stored *)(slope + s) - all);
                     }
                 }
-                q_of = NAME(padded)(q_of, &q_row, rows, H, q_spare);
-                o_of = NAME(padded)(o_of, &o_row, rows, H, o_spare);
-                struct side ds = {slopes, full, 1}, ds_turned = {slopes, 1, full};
-                struct side p_turned = {weights, 1, full};
-                NAME(product)(&ds, keys_of, k_row, HEAD(d_q, b, n) + t * a->d_q.row, a->d_q.row, rows,
-                              H, keys, 0);
-                NAME(product)(&ds_turned, q_of, q_row, HEAD(d_k, b, k), a->d_k.row, keys, H, rows, onto);
-                NAME(product)(&p_turned, o_of, o_row, HEAD(d_v, b, k), a->d_v.row, keys, H, rows, onto);
+                struct side ds = {slopes, line, 1}, ds_turned = {slopes, 1, line};
+                struct side p_turned = {weights, 1, line};
+                NAME(product)(&ds, k_own, wide, d_q, wide, four, wide, keys, 0);
+                NAME(scatter)(d_q, &a->scale, 0, rows, H, HEAD(d_q, b, n) + t * a->d_q.row, a->d_q.row);
+                NAME(product)(&ds_turned, q_own, wide, d_k, wide, QUADS(keys), wide, rows, onto);
+                NAME(product)(&p_turned, o_own, wide, d_v, wide, QUADS(keys), wide, rows, onto);
                 onto = 1;
             }
+        NAME(scatter)(d_k, &one, 0, S, H, HEAD(d_k, b, k), a->d_k.row);
+        NAME(scatter)(d_v, &one, 0, S, H, HEAD(d_v, b, k), a->d_v.row);
     }
     free(own);
 }
 
-#undef ROWS_OF
+#undef NEXT_ROWS
+#undef QUADS

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,14 +33,39 @@ _scope = threading.local()
 
 
 @contextlib.contextmanager
-def training_kernels() -> Iterator[None]:
-    """Let this thread's models compute their passes by the kernels, where the library is there."""
-    before = getattr(_scope, "on", False)
-    _scope.on = c_library.available()
+def training_kernels(memory: dict[int, Tensor | None] | None = None) -> Iterator[None]:
+    """Let this thread's models compute their passes by the kernels, where the library is there.
+
+    `memory` has the parameters, by id, to whose gradients a part may add by itself, each with its
+    gradient of an earlier step, which may be written over; None: all gradients go to autograd.
+    """
+    before = getattr(_scope, "on", False), getattr(_scope, "memory", None)
+    _scope.on, _scope.memory = c_library.available(), memory
     try:
         yield
     finally:
-        _scope.on = before
+        _scope.on, _scope.memory = before
+
+
+def writes(weight: Tensor) -> bool:
+    """Return True if a part may add to `weight.grad` by itself: in a step that runs alone.
+
+    Where an embedding is also the head, autograd would make two gradients of its size and add
+    them.
+    """
+    return id(weight) in (getattr(_scope, "memory", None) or {})
+
+
+def gradient_memory(weight: Tensor) -> Tensor | None:
+    """Return memory for a gradient that nobody reads any more, once a step."""
+    memory: dict[int, Tensor | None] = _scope.memory
+    spare, memory[id(weight)] = memory[id(weight)], None
+    return spare
+
+
+def add_gradient(weight: Tensor, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, or make it that."""
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def in_use(*tensors: Tensor) -> bool:
@@ -95,7 +121,8 @@ class _Loss(ctypes.Structure):
 
 class _Norm(ctypes.Structure):
     _fields_ = [
-        *((name, _POINTER) for name in ("x", "gain", "y", "rate", "dx", "d_gain")),
+        *((name, _POINTER) for name in ("x", "added", "gain", "sum", "y", "rate")),
+        *((name, _POINTER) for name in ("more", "dx", "d_gain")),
         *((name, _WIDE) for name in ("rows", "width")),
         ("eps", _FLOAT),
         ("threads", _NUMBER),
@@ -117,6 +144,13 @@ class _Turn(ctypes.Structure):
         *((name, _POINTER) for name in ("cos", "sin")),
         *((n, _WIDE) for n in ("batch", "sequences", "heads", "length", "width", "half")),
         *((name, _NUMBER) for name in ("back", "threads")),
+    ]
+
+
+class _AddedRows(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("to", "from", "index")),
+        *((name, _WIDE) for name in ("rows", "width")),
     ]
 
 
@@ -250,33 +284,257 @@ class _AttentionPart(torch.autograd.Function):
 
 def rms_norm(x: Tensor, gain_D: Tensor, *, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
-    apply: Callable[..., Tensor] = _NormPart.apply
-    return apply(x, gain_D, eps)
+    apply: Callable[..., tuple[Tensor, Tensor]] = _NormPart.apply
+    return apply(x, None, gain_D, eps)[1]
+
+
+def sum_and_norm(x: Tensor, added: Tensor, gain_D: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + added, and its RMSNorm."""
+    apply: Callable[..., tuple[Tensor, Tensor]] = _NormPart.apply
+    return apply(x, added, gain_D, eps)
 
 
 class _NormPart(torch.autograd.Function):
+    """(x + added, norm(x + added)); without `added`, (None, norm(x))."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        y, (rows, width) = torch.empty_like(x), (x.numel() // x.shape[-1], x.shape[-1])
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, gain_D: Tensor, eps: float
+    ) -> tuple[Tensor | None, Tensor]:
+        x, y, total = (
+            x.contiguous(),
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            None,
+        )
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
         rate_M = x.new_empty(rows)
-        addresses = (part.data_ptr() for part in (x, gain_D, y, rate_M))
-        job = _Norm(*addresses, None, None, rows, width, eps, product_threads())
+        if added is not None:
+            added, total = added.contiguous(), torch.empty_like(y)
+        addresses = (_address(part) for part in (x, added, gain_D, total, y, rate_M))
+        job = _Norm(*addresses, None, None, None, rows, width, eps, product_threads())
         _call("glass_norm_forward", job)
-        ctx.save_for_backward(x, gain_D, rate_M)
-        ctx.eps = eps
-        return y
+        ctx.save_for_backward(x if total is None else total, gain_D, rate_M)
+        ctx.eps, ctx.summed = eps, added is not None
+        ctx.set_materialize_grads(False)
+        return total, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, more: Tensor | None, dy: Tensor | None) -> Any:
         x, gain_D, rate_M = ctx.saved_tensors
+        if dy is None:
+            return more, more if ctx.summed else None, None, None
         dy, dx, (rows, width) = dy.contiguous(), torch.empty_like(x), (len(rate_M), x.shape[-1])
+        more = None if more is None else more.contiguous()
         d_gain = x.new_empty(c_library.library().glass_norm_pieces(rows), width)
-        addresses = (part.data_ptr() for part in (x, gain_D, dy, rate_M, dx, d_gain))
+        parts = (x, None, gain_D, None, dy, rate_M, more, dx, d_gain)
+        addresses = (_address(part) for part in parts)
         _call("glass_norm_backward", _Norm(*addresses, rows, width, ctx.eps, product_threads()))
         # A copy: a gradient that is a row of a larger array would keep all of it in memory.
-        return dx, d_gain[0].clone(), None
+        return dx, dx if ctx.summed else None, d_gain[0].clone(), None
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Return x W^T + b for each weight."""
+    apply: Callable[..., tuple[Tensor, ...]] = _ProductsPart.apply
+    return apply(x, *weights, *biases)
+
+
+class _ProductsPart(torch.autograd.Function):
+    """y_i = x W_i^T + b_i, by torch's products, as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
+        x_MI = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(x_MI, *weights)
+        ctx.shape = x.shape
+        return tuple(
+            _product(x_MI, weight_OI, bias_O).view(*x.shape[:-1], len(weight_OI))
+            for weight_OI, bias_O in zip(weights, biases, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        x_MI, *weights = ctx.saved_tensors
+        wanted, count = ctx.needs_input_grad, len(weights)
+        dx_MI, pairs = _product_slopes(
+            x_MI,
+            [slope.reshape(-1, slope.shape[-1]) for slope in slopes],
+            weights,
+            wanted=[*zip(wanted[1 : 1 + count], wanted[1 + count :], strict=True)],
+        )
+        return dx_MI.view(ctx.shape), *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)
+
+
+def _product(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    if bias_O is None:
+        return torch.mm(x_MI, weight_OI.t())
+    return torch.addmm(bias_O, x_MI, weight_OI.t())
+
+
+def _product_slopes(
+    x_MI: Tensor,
+    slopes: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    wanted: Sequence[tuple[bool, bool]],
+) -> tuple[Tensor, list[tuple[Tensor | None, Tensor | None]]]:
+    """Return dx, and of each weight and bias the gradient, where it is wanted.
+
+    The products of the gradient add to each other, without a pass of their own.
+    """
+    # forward: y_i = x W_i^T + b_i   =>   dx = sum_i dy_i W_i,  dW_i = dy_i^T x,  db_i = sum dy_i
+    dx_MI: Tensor | None = None
+    pairs: list[tuple[Tensor | None, Tensor | None]] = []
+    for dy_MO, weight_OI, (trains, biased) in zip(slopes, weights, wanted, strict=True):
+        dx_MI = dy_MO @ weight_OI if dx_MI is None else dx_MI.addmm_(dy_MO, weight_OI)
+        pairs.append((dy_MO.t() @ x_MI if trains else None, dy_MO.sum(0) if biased else None))
+    assert dx_MI is not None
+    return dx_MI, pairs
+
+
+# --- a layer of attention -------------------------------------------------------------------------
+
+
+def attention_layer(
+    x_BTD: Tensor,
+    context_BSD: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    d_head: int,
+    rotation: tuple[Tensor, Tensor] | None,
+    allow: Tensor | None,
+    empty: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return o(attention(q(x), k(context), v(context))), queries and keys rotated; context = x
+    if None. Weights and biases are those of q, k, v and o; where `empty`, attention gives 0.
+
+    One node of the graph: in small models a step's nodes take longer than its arithmetic.
+    """
+    S = (x_BTD if context_BSD is None else context_BSD).shape[1]
+    if allow is not None:
+        allow = allow.expand(len(x_BTD), len(weights[0]) // d_head, x_BTD.shape[1], S)
+    cos, sin = (None, None) if rotation is None else (part.contiguous() for part in rotation)
+    apply: Callable[..., Tensor] = _AttentionLayerPart.apply
+    return apply(
+        x_BTD, context_BSD, cos, sin, allow, empty, (d_head, causal, scale), *weights, *biases
+    )
+
+
+class _AttentionLayerPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BTD: Tensor,
+        context_BSD: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        allow: Tensor | None,
+        empty: Tensor | None,
+        fixed: tuple[int, bool, float],
+        *given: Tensor,
+    ) -> Tensor:
+        d_head, causal, scale = fixed
+        weights, biases, (B, T, D) = given[:4], given[4:], x_BTD.shape
+        x_MD = x_BTD.reshape(-1, D)
+        c_MD = x_MD if context_BSD is None else context_BSD.reshape(-1, D)
+        q_BNTH, k_BKSH, v_BKSH = (
+            _product(of_MD, weight, bias).view(B, -1, len(weight) // d_head, d_head).transpose(1, 2)
+            for of_MD, weight, bias in zip((x_MD, c_MD, c_MD), weights, biases, strict=False)
+        )
+        if cos is not None and sin is not None:
+            q_BNTH, k_BKSH = (_turn(x, cos, sin, back=False) for x in (q_BNTH, k_BKSH))
+        out_BNTH, kept_BNT2 = _new_heads(q_BNTH, d_head), q_BNTH.new_empty(*q_BNTH.shape[:3], 2)
+        job = _attention_job(q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow, causal, scale)
+        _call("glass_attention_forward", job)
+        if empty is not None:
+            out_BNTH.masked_fill_(empty, 0.0)
+        ctx.save_for_backward(
+            x_MD, None if context_BSD is None else c_MD, q_BNTH, k_BKSH, v_BKSH, out_BNTH,
+            kept_BNT2, cos, sin, allow, empty, *weights,
+        )  # fmt: skip
+        ctx.fixed, ctx.shape = fixed, x_BTD.shape
+        return _product(_side_by_side(out_BNTH), weights[3], biases[3]).view(B, T, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTD: Tensor) -> Any:
+        x_MD, c_MD, q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, *rest = ctx.saved_tensors
+        (cos, sin, allow, empty, *weights), (d_head, causal, scale) = rest, ctx.fixed
+        (B, T, D), dy_MD = ctx.shape, dy_BTD.reshape(-1, dy_BTD.shape[-1])
+        trains, biased = ctx.needs_input_grad[7:11], ctx.needs_input_grad[11:]
+        wanted = [*zip(trains, biased, strict=True)]
+        d_out, last = _product_slopes(
+            _side_by_side(out_BNTH), [dy_MD], weights[3:], wanted=wanted[3:]
+        )
+        d_out_BNTH = d_out.view(B, T, -1, d_head).transpose(1, 2)
+        if empty is not None:
+            d_out_BNTH.masked_fill_(empty, 0.0)
+        slopes = [_new_heads(x, d_head) for x in (q_BNTH, k_BKSH, v_BKSH)]
+        job = _attention_job(
+            q_BNTH, k_BKSH, v_BKSH, out_BNTH, kept_BNT2, allow, causal, scale,
+            (d_out_BNTH, *slopes),
+        )  # fmt: skip
+        _call("glass_attention_backward", job)
+        if cos is not None:
+            slopes[:2] = (_turn(x, cos, sin, back=True) for x in slopes[:2])
+        flat = [_side_by_side(x) for x in slopes]
+        if c_MD is None:
+            dx, first = _product_slopes(x_MD, flat, weights[:3], wanted=wanted[:3])
+            d_context = None
+        else:
+            dx, first = _product_slopes(x_MD, flat[:1], weights[:1], wanted=wanted[:1])
+            d_c, both = _product_slopes(c_MD, flat[1:], weights[1:3], wanted=wanted[1:3])
+            d_context, first = d_c.view(B, -1, D), first + both
+        pairs = first + last
+        return (
+            dx.view(ctx.shape), d_context, None, None, None, None, None,
+            *(pair[0] for pair in pairs), *(pair[1] for pair in pairs),
+        )  # fmt: skip
+
+
+def _side_by_side(x_BNTH: Tensor) -> Tensor:
+    """Return (B * T, N * H) of what `_new_heads` made: a view."""
+    return x_BNTH.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+# --- an embedding ---------------------------------------------------------------------------------
+
+
+def embedded(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return weight[tokens]; the gradient is added to the parameter's own, see `writes`."""
+    apply: Callable[..., Tensor] = _EmbedPart.apply
+    return apply(tokens_BT, weight_VD)
+
+
+class _EmbedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_BT)
+        ctx.weight = weight_VD
+        return F.embedding(tokens_BT, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTD: Tensor) -> Any:
+        weight_VD, dy_BTD = ctx.weight, dy_BTD.contiguous()
+        tokens_M = ctx.saved_tensors[0].flatten()
+        if weight_VD.grad is None:
+            weight_VD.grad = torch.zeros_like(weight_VD)
+        assert weight_VD.grad.is_contiguous()
+        addresses = (x.data_ptr() for x in (weight_VD.grad, dy_BTD, tokens_M))
+        _call("glass_add_rows", _AddedRows(*addresses, len(tokens_M), weight_VD.shape[1]))
+        return None, None
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------

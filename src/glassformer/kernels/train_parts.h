@@ -49,13 +49,21 @@ TARGET static void NAME(loss)(void *data, int64_t first, int64_t last) {
 
 /* --- RMSNorm ---------------------------------------------------------------------------------- */
 
-/* y = x * rate * gain, rate = 1 / sqrt(mean(x^2) + eps). */
+/* y = x * rate * gain, rate = 1 / sqrt(mean(x^2) + eps). x is what is given, or its sum with
+   `added`, which is written too. */
 TARGET static void NAME(norm_forward)(void *data, int64_t first, int64_t last) {
     const struct norm *norm = data;
     int64_t D = norm->width;
     for (int64_t m = first; m < last; m++) {
         const float *x = norm->x + m * D;
         lanes sums = FILL(0.0f);
+        if (norm->added) {
+            for (int64_t i = 0; i < D; i += WIDTH) {
+                lanes v = NAME(get)(x + i, D - i) + NAME(get)(norm->added + m * D + i, D - i);
+                NAME(put)(norm->sum + m * D + i, v, D - i);
+            }
+            x = norm->sum + m * D;
+        }
         for (int64_t i = 0; i < D; i += WIDTH) {
             lanes v = NAME(get)(x + i, D - i);
             sums = FMA(v, v, sums);
@@ -69,7 +77,7 @@ TARGET static void NAME(norm_forward)(void *data, int64_t first, int64_t last) {
     }
 }
 
-/* n = x rate, g = dy gain:  dx = rate (g - n mean(g n)),  dgain = sum(dy n).
+/* n = x rate, g = dy gain:  dx = rate (g - n mean(g n)) + more,  dgain = sum(dy n).
    An item is a piece of NORM_ROWS rows, with a sum of its own. */
 TARGET static void NAME(norm_backward)(void *data, int64_t first, int64_t last) {
     const struct norm *norm = data;
@@ -90,8 +98,9 @@ TARGET static void NAME(norm_backward)(void *data, int64_t first, int64_t last) 
             lanes slope = FILL(SUM(along) / (float)D);
             for (int64_t i = 0; i < D; i += WIDTH) {
                 lanes g = NAME(get)(dy + i, D - i) * NAME(get)(norm->gain + i, D - i);
-                lanes n = NAME(get)(x + i, D - i) * rate;
-                NAME(put)(norm->dx + m * D + i, (g - n * slope) * rate, D - i);
+                lanes n = NAME(get)(x + i, D - i) * rate, d = (g - n * slope) * rate;
+                if (norm->more) d += NAME(get)(norm->more + m * D + i, D - i);
+                NAME(put)(norm->dx + m * D + i, d, D - i);
             }
         }
     }

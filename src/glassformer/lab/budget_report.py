@@ -29,7 +29,7 @@ from glassformer.spec.tasks import TextTask
 from glassformer.spec.train import RunSpec
 from glassformer.spec.units import format_bytes, format_flops, format_seconds
 
-#: From this number of parameters on, a text run gets the learning rate of the 10 M recipe.
+#: The number of parameters from which on a text run gets the learning rate of the 10 M recipe.
 LARGE = 3_000_000
 #: A shape is unusual if d_model / n_layers is below the first or above the second. Losses differ by
 #: a few per cent from 33 (48 layers of 1,600) to 715 (6 of 4,288) in Kaplan et al., "Scaling laws

@@ -20,6 +20,7 @@ from glassformer.nn.linear import (
     HAS_TRITON,
     TRITON_DTYPES,
     Linear,
+    in_kernels,
     joined_product,
     side_by_side,
 )
@@ -285,6 +286,10 @@ class MultiHeadAttention(nn.Module):
         layer: int = 0,
         taps: TapsAt | None = None,
     ) -> Tensor:
+        if cache is None and taps is None:
+            found_BTD = self._at_once(x_BTD, context_BSD, mask, rotation)
+            if found_BTD is not None:
+                return found_BTD
         if context_BSD is None:
             turned = self._turned(x_BTD, rotation)
             if turned is not None:
@@ -330,6 +335,38 @@ class MultiHeadAttention(nn.Module):
         """Return k_BKSH, normalised and rotated, and v_BKSH."""
         k_BKSH = self._by_head(self.k_proj(context_BSD), self.k_norm, rotation)
         return k_BKSH, self._by_head(self.v_proj(context_BSD))
+
+    def _at_once(
+        self,
+        x_BTD: Tensor,
+        context_BSD: Tensor | None,
+        mask: Mask,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor | None:
+        """Return the result as one part of a training step on a CPU; None elsewhere, and where
+        heads are more than rotated, or weights more than a softmax.
+        """
+        dropped = self.training and self.dropout.p > 0.0
+        if self.q_norm is not None or self.k_norm is not None or dropped:
+            return None
+        if self.softcap is not None or self.sinks is not None:
+            return None
+        if mask.bias is not None:
+            return None
+        found = in_kernels(x_BTD, (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        if found is None or (context_BSD is not None and not train_kernels.in_use(context_BSD)):
+            return None
+        return train_kernels.attention_layer(
+            x_BTD,
+            context_BSD,
+            *found,
+            d_head=self.d_head,
+            rotation=None if context_BSD is not None else rotation,
+            allow=mask.allow,
+            empty=mask.empty,
+            causal=mask.causal,
+            scale=1 / math.sqrt(self.d_head) if self.scale is None else self.scale,
+        )
 
     def _turned(
         self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None

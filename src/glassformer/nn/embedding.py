@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.kernels import train_kernels
 from glassformer.nn.ffn import activate
 from glassformer.nn.linear import Linear, linear
 from glassformer.nn.norm import build_norm
@@ -29,7 +30,10 @@ class TokenEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = F.embedding(tokens_BT, self.weight)
+        if train_kernels.in_use(self.weight) and train_kernels.writes(self.weight):
+            x_BTD = train_kernels.embedded(tokens_BT, self.weight)
+        else:
+            x_BTD = F.embedding(tokens_BT, self.weight)
         return x_BTD if self.scale is None else x_BTD * self.scale
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:

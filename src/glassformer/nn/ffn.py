@@ -40,7 +40,7 @@ def activate(x_BTF: Tensor, activation: str) -> Tensor:
     spare = not torch.is_grad_enabled()
     match activation:
         case "relu":
-            return F.relu(x_BTF, inplace=spare or train_kernels.in_use(x_BTF))
+            return F.relu(x_BTF, inplace=spare)
         case "relu2":
             return F.relu(x_BTF, inplace=spare).square()
         case "silu":

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.kernels import train_kernels
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import GPU_JOINED, GPU_WIDTHS
 from glassformer.spec.init import Constant, Gaussian, Uniform
@@ -73,6 +74,9 @@ def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     That saves launches and is worth it for small weights; with large ones, what reads a slice of
     the result loses more.
     """
+    found = in_kernels(x, parts)
+    if found is not None:
+        return train_kernels.products(x, *found)
     plain = [part for part in parts if type(part) is Linear]
     small = sum(part.weight.numel() for part in plain) <= GPU_JOINED
     joined = joined_product(x, parts) if small else None
@@ -80,6 +84,16 @@ def side_by_side(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         return tuple(part(x) for part in parts)
     outputs: tuple[Tensor, ...] = joined.split([part.d_out for part in plain], dim=-1)
     return outputs
+
+
+def in_kernels(x: Tensor, parts: Sequence[nn.Module]) -> tuple[list[Tensor], list[Any]] | None:
+    """Return the weights and biases of some parts in a training step on a CPU, where one node of
+    the graph is to compute all of them; None elsewhere, and for parts that are more than `Linear`.
+    """
+    plain = [part for part in parts if type(part) is Linear]
+    if len(plain) < len(parts) or not train_kernels.in_use(x, *(part.weight for part in plain)):
+        return None
+    return [part.weight for part in plain], [part.bias for part in plain]
 
 
 def joined_product(x: Tensor, parts: Sequence[nn.Module]) -> Tensor | None:

@@ -1,12 +1,15 @@
-"""The residual stream in code that is compiled for a GPU: sums are made together with their norm.
+"""The residual stream in a training step: sums are made together with their norm, in code that is
+compiled for a GPU and by the C kernels of a CPU.
 
 A block then leaves what it adds last to the next norm, in a `Pending` that is passed in like a
-cache. One kernel of ours then computes both, and another both backward (`kernels/triton_norm`).
+cache. One kernel of ours then computes both, and another both backward (`kernels/triton_norm`,
+`kernels/train_parts.h`).
 """
 
 import torch
 from torch import Tensor
 
+from glassformer.kernels import train_kernels
 from glassformer.nn.linear import HAS_TRITON, TRITON_DTYPES
 from glassformer.nn.norm import LayerNorm, RMSNorm
 
@@ -26,6 +29,9 @@ class Pending:
 
     def normed(self, x_BTD: Tensor, norm: LayerNorm | RMSNorm) -> tuple[Tensor, Tensor]:
         """Return the stream with it, and its norm, in autocast's precision."""
+        if self.added_BTD is not None and _by_kernel(x_BTD, self.added_BTD, norm):
+            added_BTD, self.added_BTD = self.added_BTD, None
+            return train_kernels.sum_and_norm(x_BTD, added_BTD, norm.weight, eps=norm.eps)
         plain = type(norm) is LayerNorm or (type(norm) is RMSNorm and not norm.offset)
         ours = plain and x_BTD.is_cuda and norm.weight.dtype in TRITON_DTYPES
         if self.added_BTD is None or not ours:
@@ -44,7 +50,17 @@ class Pending:
         return x_BTD, normed_BTD
 
 
+def _by_kernel(x_BTD: Tensor, added_BTD: Tensor, norm: LayerNorm | RMSNorm) -> bool:
+    """Return True in a training step on a CPU, for RMSNorm: torch has a kernel for the other."""
+    rms = type(norm) is RMSNorm and not norm.offset
+    return rms and train_kernels.in_use(x_BTD, added_BTD, norm.weight)
+
+
 def defers_sums(x_BTD: Tensor) -> bool:
-    """Return True in code that is compiled to train on a GPU, for a stream in float32."""
+    """Return True in code that is compiled to train on a GPU, for a stream in float32, and in a
+    training step on a CPU.
+    """
+    if train_kernels.in_use(x_BTD):
+        return True
     compiled = HAS_TRITON and torch.compiler.is_compiling() and torch.is_grad_enabled()
     return compiled and x_BTD.is_cuda and x_BTD.dtype == torch.float32

@@ -90,17 +90,28 @@ class Judged(NamedTuple):
     predicted: NDArray[np.int64]
 
 
+#: Logits that are judged at once: as float64 they stay in the cache.
+JUDGED = 1 << 18
+
+
 def judge_logits(logits: Mapping[str, Array], batch: Batch) -> dict[str, Judged]:
     """Return the loss of every target and the likeliest class, by head that has targets."""
     judged = {}
     for head, target in batch.targets.items():
         if head in logits:
             known = np.where(loss_weights(batch, head) > 0, target, 0).astype(np.int64)
-            wide = logits[head].astype(np.float64)
-            wide -= wide.max(-1, keepdims=True)
-            chosen = np.take_along_axis(wide, known[..., None], -1)[..., 0]
-            total = np.exp(wide, out=wide).sum(-1)
-            judged[head] = Judged(-(chosen - np.log(total)), logits[head].argmax(-1))
+            V = logits[head].shape[-1]
+            rows_MV, known_M1 = logits[head].reshape(-1, V), known.reshape(-1, 1)
+            nll_M, best_M = np.empty(len(rows_MV)), np.empty(len(rows_MV), dtype=np.int64)
+            step = max(1, JUDGED // V)
+            for at in (slice(i, i + step) for i in range(0, len(rows_MV), step)):
+                wide = rows_MV[at].astype(np.float64)
+                wide -= wide.max(-1, keepdims=True)
+                chosen_M1 = np.take_along_axis(wide, known_M1[at], -1)
+                total_M = np.exp(wide, out=wide).sum(-1)
+                nll_M[at] = -(chosen_M1[:, 0] - np.log(total_M))
+                best_M[at] = rows_MV[at].argmax(-1)
+            judged[head] = Judged(nll_M.reshape(known.shape), best_M.reshape(known.shape))
     return judged
 
 

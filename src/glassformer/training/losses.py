@@ -52,8 +52,12 @@ def head_loss(
     *,
     valid_BT: Tensor | None = None,
     label_smoothing: float = 0.0,
+    share: float = 1.0,
 ) -> LossSums:
-    """Return one head's weighted sums; targets and weights are (B, T), or (B,) for an answer."""
+    """Return one head's weighted sums; targets and weights are (B, T), or (B,) for an answer.
+
+    `share` is by what the caller will multiply them: a gradient that is made at once has it in it.
+    """
     kind = model.spec.head(head)
     if kind.readout is not None:
         rows = read_out(hidden_BTD, valid_BT, readout=kind.readout)
@@ -70,12 +74,14 @@ def head_loss(
     ours = train_kernels.in_use(rows_MD) and len(rows_MD) * width >= KERNEL_PIECE
     if len(rows_MD) <= step and not ours:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
-    plain = _plain_head(model, head)
+    plain = plain_head(model, head)
     if plain is None and len(rows_MD) <= step:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
     if plain is not None:
         step = min(step, max(1, (KERNEL_CHUNK if ours else CHUNK) // width))
-        return _in_chunks(*plain, rows_MD, targets_M, weights_M, label_smoothing, step=step)
+        return _in_chunks(
+            *plain, rows_MD, targets_M, weights_M, label_smoothing, step=step, share=share
+        )
     pieces = []
     for start in range(0, len(rows_MD), step):
         at = slice(start, start + step)
@@ -125,7 +131,7 @@ def fixed_loss(
     if rows_M is not None:
         rows_MD = rows_MD[rows_M]
     step = max(1, RECORDED_PIECE // model.spec.head_size(head))
-    plain = _plain_head(model, head)
+    plain = plain_head(model, head)
     many = len(rows_MD) > step or _by_one_kernel(rows_MD, model.spec.head_size(head))
     if plain is None or not many:
         return _sums(model, rows_MD, head, targets_M, weights_M, label_smoothing)
@@ -149,6 +155,7 @@ def _in_chunks(
     label_smoothing: float,
     *,
     step: int,
+    share: float = 1.0,
 ) -> LossSums:
     if torch.is_autocast_enabled(rows_MD.device.type):
         dtype = torch.get_autocast_dtype(rows_MD.device.type)
@@ -156,12 +163,12 @@ def _in_chunks(
     chunked: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLoss.apply
     trains = weight_VD.requires_grad, bias_V is not None and bias_V.requires_grad
     smoothed, nll = chunked(
-        rows_MD, weight_VD, bias_V, targets_M, weights_M, label_smoothing, step, trains
+        rows_MD, weight_VD, bias_V, targets_M, weights_M, label_smoothing, step, trains, share
     )
     return LossSums(smoothed, nll.detach())
 
 
-def _plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
+def plain_head(model: Model, head: str) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight (V, D) and bias of a head that is one product, or None for another."""
     if head in model.transforms or head not in model.heads:
         return None
@@ -179,7 +186,9 @@ class _ChunkedLoss(torch.autograd.Function):
     """sum_m weight_m * loss(rows_m W^T + b), with the gradient made in the forward.
 
     On a GPU the classes are filled up to a multiple that its matrix units take. `trains` says
-    whether weight and bias are trained: the gradient of a frozen weight is not computed.
+    whether weight and bias are trained: the gradient of a frozen weight is not computed. On a CPU
+    the gradient is made for a sum that is multiplied by `share`, and a weight's may be written to
+    the parameter itself: an embedding that is the head adds to it later.
     """
 
     @staticmethod
@@ -193,15 +202,22 @@ class _ChunkedLoss(torch.autograd.Function):
         smoothing: float,
         step: int,
         trains: tuple[bool, bool],
+        share: float,
     ) -> tuple[Tensor, Tensor]:
         V, M = len(weight_VD), len(rows_MD)
         filling = -V % GPU_CLASSES if rows_MD.is_cuda else 0
-        weight_PD = F.pad(weight_VD, (0, 0, 0, filling))
+        # A filling of nothing would copy all of it.
+        weight_PD = F.pad(weight_VD, (0, 0, 0, filling)) if filling else weight_VD
         bias_P = None if bias_V is None else F.pad(bias_V, (0, filling)).to(rows_MD.dtype)
         pieces = -(-M // step)
         step = -(-M // pieces // GPU_CLASSES) * GPU_CLASSES if rows_MD.is_cuda else step
         sums, grad_rows, grad_weight, grad_bias = [], [], None, None
         in_place = train_kernels.in_use(rows_MD, weight_PD)
+        share = share if in_place and share else 1.0
+        ctx.weight = weight_VD if in_place and train_kernels.writes(weight_VD) else None
+        if in_place:
+            weights_M = weights_M * share
+            spare_VD = None if ctx.weight is None else train_kernels.gradient_memory(weight_VD)
         buffer_CP = rows_MD.new_empty(min(step, M), V) if in_place else None
         for start in range(0, M, step):
             at = slice(start, start + step)
@@ -219,6 +235,8 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_rows.append(grad_CP @ weight_PD)
             if trains[0] and in_place and grad_weight is not None:
                 grad_weight.addmm_(grad_CP.T, x_CD)
+            elif trains[0] and in_place:
+                grad_weight = torch.mm(grad_CP.T, x_CD, out=spare_VD)
             elif trains[0]:
                 part_PD = grad_CP.T @ x_CD
                 part_PD = part_PD if pieces == 1 else as_float(part_PD)
@@ -228,8 +246,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_bias = part_P if grad_bias is None else grad_bias + part_P
         grad_weight = None if grad_weight is None else grad_weight[:V]
         ctx.save_for_backward(torch.cat(grad_rows), grad_weight, grad_bias)
-        ctx.dtype, ctx.classes = weight_VD.dtype, V
+        ctx.dtype, ctx.classes, ctx.share = weight_VD.dtype, V, share
         nll, smoothed = torch.stack(sums).sum(0)
+        if in_place:
+            nll, smoothed = nll / share, smoothed / share
         nll, smoothed = nll.clone(), smoothed.clone()
         ctx.mark_non_differentiable(nll)
         return smoothed, nll
@@ -237,10 +257,20 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         rows, weight, bias = ctx.saved_tensors
+        if ctx.share != 1.0:
+            grad = grad / ctx.share
+        if not (rows.device.type == "cpu" and float(grad) == 1.0):
+            rows = rows * grad.to(rows.dtype)
+            weight = None if weight is None else (weight * grad).to(ctx.dtype)
+            bias = None if bias is None else bias * grad
+        if ctx.weight is not None and weight is not None:
+            train_kernels.add_gradient(ctx.weight, weight)
+            weight = None
         return (
-            rows * grad.to(rows.dtype),
-            None if weight is None else (weight * grad).to(ctx.dtype),
-            None if bias is None else bias[: ctx.classes] * grad,
+            rows,
+            weight,
+            None if bias is None else bias[: ctx.classes],
+            None,
             None,
             None,
             None,

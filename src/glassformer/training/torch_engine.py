@@ -37,7 +37,7 @@ from glassformer.training.engine import (
     loss_weights,
     totals,
 )
-from glassformer.training.losses import head_loss
+from glassformer.training.losses import head_loss, plain_head
 from glassformer.training.recorded import (
     AHEAD,
     RecordedSteps,
@@ -106,6 +106,10 @@ class TorchEngine:
                 stack.dropout.ffn,
             )
         )
+        # The weights whose gradient a loss may make in the memory of the last one.
+        plain = [plain_head(model, head) for head in self.spec.head_names()]
+        heads = [head[0] for head in plain if head is not None]
+        self.large = [weight for weight in heads if weight.requires_grad and weight.is_leaf]
         # On a CPU in float32 the update is one pass.
         takes = len(self.optimizers) == 1 and FusedAdamW.takes(self.optimizers[0][0])
         self.update = FusedAdamW(self.optimizers[0][0]) if takes and part.ranks == 1 else None
@@ -171,10 +175,11 @@ class TorchEngine:
                     packed, lr=lr, seed=seed, tokens=tokens, heads=[*counts]
                 )
                 return functools.partial(self._counted, read)
-        # Records add to the gradients that were there when they were made: those stay.
-        kept = [parameter.grad for parameter in self.parameters]
-        result = self._step(batches, counts, lr=lr, seed=seed)
-        if self.recorded is not None:
+        if self.recorded is None:
+            result = self._step(batches, counts, lr=lr, seed=seed)
+        else:  # records add to the gradients that were there when they were made: those stay
+            kept = [parameter.grad for parameter in self.parameters]
+            result = self._step(batches, counts, lr=lr, seed=seed)
             for parameter, gradient in zip(self.parameters, kept, strict=True):
                 parameter.grad = gradient
         return lambda: result
@@ -211,11 +216,15 @@ class TorchEngine:
         loss. `counts` and `shares` are those of the complete step.
         """
         self._set_training(True)
+        memory: dict[int, Tensor | None] | None = None
+        if self.part.ranks == 1:
+            memory = {id(weight): weight.grad for weight in self.large}
         for parameter in self.parameters:
             parameter.grad = None
         total: list[Tensor] = []
         plain = self.train.precision != "float32"
-        with self._dropout_from(seed), contextlib.nullcontext() if plain else training_kernels():
+        kernels = contextlib.nullcontext() if plain else training_kernels(memory)
+        with self._dropout_from(seed), kernels:
             for i, batch in enumerate(batches):
                 found = BalanceLosses(self.part.everywhere) if self.routed else None
                 share = shares[i] if self.routed else None
@@ -294,6 +303,7 @@ class TorchEngine:
                     torch.as_tensor(loss_weights(batch, head), device=self.device),
                     valid_BT=inputs.valid_BT,
                     label_smoothing=self.train.label_smoothing,
+                    share=self.train.head_weight(head) / (count or 1.0),
                 )
                 # A head of which nothing counts adds 0, with gradients of 0: never 0 / 0, or None.
                 total = total + self.train.head_weight(head) * loss.smoothed / (count or 1.0)

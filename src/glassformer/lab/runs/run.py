@@ -153,10 +153,11 @@ class TrainingRun:
         stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
         self.samples = lambda: write_samples(stepper, self.task)[0]
-        #: From the second samples on their steps are recorded, and wait for a GPU alone: meanwhile
+        #: The steps of all samples but the first are recorded, and wait for a GPU alone: meanwhile
         #: this thread evaluates. While something is recorded, no other thread may use the GPU.
         self.samples_aside = False
-        self.may_sample_aside = isinstance(stepper, ReplayedStepper) and peers is None
+        self.aside = stepper.aside if isinstance(stepper, ReplayedStepper) else None
+        self.may_sample_aside = self.aside is not None and peers is None
         self.probes: Callable[[], Probes] = self._probes
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
@@ -421,7 +422,7 @@ class TrainingRun:
         return bool(patience) and self.progress.stale >= patience
 
     def _evaluate(self) -> Evaluated:
-        aside = self.writer.submit(self.samples) if self.samples_aside else None
+        aside = self.writer.submit(self._samples_aside) if self.samples_aside else None
         evaluation = evaluate(
             self.engine,
             self.task,
@@ -446,6 +447,12 @@ class TrainingRun:
         elif aside is not None:
             aside.result()  # of a model that is lost
         return Evaluated(self.progress.step, evaluation, best, samples)
+
+    def _samples_aside(self) -> tuple[Sample, ...]:
+        """Write samples beside what this run's own thread computes."""
+        assert self.aside is not None
+        with self.aside():
+            return self.samples()
 
     def _look_closer(self, aside: Future[tuple[Sample, ...]] | None = None) -> tuple[Sample, ...]:
         """Write samples and probes; return the samples, which may be on their way."""
