@@ -170,6 +170,13 @@ def nothing_saturates() -> None:
                 got = Int8Weight(qweight, torch.ones(19)).product(x)
                 want = reference_int8(x, qweight, torch.ones(19))
                 assert torch.equal(got, want) and bool((got[0] == 3.0 * inputs * level).all()), name
+        for group in (32, 128, 256, 512):
+            wide = torch.full((19, 1536), level, dtype=torch.int8)
+            scale, rows = torch.ones(19, 1536 // group).half(), torch.full((13, 1536), -3.0)
+            want = reference_int8(rows, wide, scale)
+            for name in c_library.variants():
+                with c_library.use_variant(name):
+                    assert torch.equal(Int8Weight(wide, scale).product(rows), want), (name, group)
     for level in (0, 15):
         qweight = torch.full((19, inputs), level, dtype=torch.uint8)
         for group in (32, 128, 1280):
@@ -286,7 +293,7 @@ def _off(weight_OI: torch.Tensor, tensor: QuantizedTensor, x_MI: torch.Tensor) -
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """As on a machine without the compiled library."""
+    """Compute as on a machine without the compiled library."""
     before = c_library._loaded
     c_library._loaded = lambda: (None, "not for now")  # type: ignore[assignment]
     try:
@@ -307,6 +314,25 @@ def activations_are_rounded_as_said() -> None:
             assert got[1].tolist() == [0.0] * 5, name
             assert bool(got[2:4].isnan().all()), name
             assert torch.equal(got[4], reference_int8(x[4:], *weight.unpack())[0]), name
+
+
+def products_stand_for_quotients() -> None:
+    """Numbers within a bit of halfway between two codes are rounded by their quotients."""
+    halves = torch.arange(-63, 64) + 0.5
+    for rows, groups in ((1, 4), (13, 4), (13, 1)):
+        size = single(rows, seed=5).abs()[:, None] + 0.1
+        x = torch.cat((127 * size, halves * size), 1)
+        place = torch.arange(128) % 3  # a little more, as it is, a little less
+        away = torch.where(place == 0, torch.inf, -torch.inf)
+        x = torch.where(place == 1, x, torch.nextafter(x, away))
+        x = x.view(rows, 32, 4).transpose(1, 2).reshape(rows, 128).contiguous()
+        x[:, ::32] = 127 * size  # the largest of its group
+        qweight = torch.eye(128, dtype=torch.int8)
+        scale = torch.ones(128, groups).half() if groups > 1 else torch.ones(128)
+        want = reference_int8(x, qweight, scale)
+        for name in c_library.variants():
+            with c_library.use_variant(name):
+                assert torch.equal(Int8Weight(qweight, scale).product(x), want), (name, rows)
 
 
 def packed_numbers_are_the_librarys() -> None:
@@ -345,6 +371,7 @@ CHECKS = {
         rows_are_their_own,
         threads_change_nothing,
         activations_are_rounded_as_said,
+        products_stand_for_quotients,
         packed_numbers_are_the_librarys,
         grids_are_the_reference,
         columns_make_up_for_errors,

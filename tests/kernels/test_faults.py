@@ -3,6 +3,7 @@
 import pytest
 
 from glassformer.kernels import c_library
+from tests.checks.faults import Fault, planted
 from tests.kernels.checks import CHECKS
 from tests.kernels.faults import FAULTS, damaged_library, new_memory_is_nan
 
@@ -17,5 +18,31 @@ def test_every_fault_is_caught(fault, tmp_path, monkeypatch):
         CHECKS[fault.caught_by]()
 
 
+#: Damage to what calls the kernels: parts that are made of several, or of torch's products.
+CALLERS = (
+    Fault(
+        "rows that attend to nothing attend",
+        "kernels.train_kernels:_AttentionLayerPart.forward",
+        "out_BNTH.masked_fill_(empty, 0.0)",
+        "pass",
+        "attention_layers_are_torchs",
+    ),
+    Fault(
+        "an input's gradient is the last product's",
+        "kernels.train_kernels:_product_slopes",
+        "if dx_MI is None else dx_MI.addmm_(dy_MO, weight_OI)",
+        "",
+        "products_are_torchs",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", CALLERS, ids=lambda fault: fault.name)
+def test_every_fault_of_a_caller_is_caught(fault):
+    with planted(fault), pytest.raises(AssertionError):
+        CHECKS[fault.caught_by]()
+    CHECKS[fault.caught_by]()
+
+
 def test_every_check_has_a_fault():
-    assert {fault.caught_by for fault in FAULTS} == set(CHECKS)
+    assert {fault.caught_by for fault in (*FAULTS, *CALLERS)} == set(CHECKS)

@@ -65,7 +65,7 @@ def test_a_gate_of_many_rows():
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_one_query_looks_back(batch, end, window, extra, biased):
-    """With `extra`: padding on the left, rotation and a norm; `biased`: ALiBi's slopes."""
+    """`extra` adds padding on the left, rotation and a norm; `biased` adds ALiBi's slopes."""
     from glassformer.kernels import triton_decode
 
     N, K, H, S = 6, 2, 24, 320
@@ -180,7 +180,7 @@ def test_prompts_are_turned_and_stored(extra):
 @pytest.mark.parametrize("activation", ["", "gate", "relu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_some_rows(rows, shape, activation, dtype):
-    """With bias and residual; then prepared for a norm, and read by a product that applies it."""
+    """Bias and residual are added, and rows prepared for a norm that the next product applies."""
     from glassformer.kernels import triton_rows
 
     n_in, n_out = shape

@@ -38,13 +38,26 @@ struct job {
     float *y;            /* rows x outputs */
     float *rest;         /* rows / 2 x inputs, or null: what rounding leaves, for refined products */
     int64_t rows, width; /* width: inputs, padded with zeros to a multiple of 8 */
-    int8_t *xq;          /* rows x width */
-    int32_t *sums;       /* rows x groups: sums of xq; for int8 times -128, which undoes the lift,
-                            plus SHIFTED where the sums of products begin there */
-    float *size;         /* rows x groups: what one step of xq is worth */
-    float *sixteenths;   /* rows x groups, or null: sums / 16, where weights are fine */
+    int64_t passes;      /* rows are taken in so many passes, and lie side by side within each */
+    int64_t few, more;   /* rows of a pass; the first `more` passes have one row more */
+    int8_t *xq;          /* passes x width / 4 x rows of the pass x 4 */
+    int32_t *sums;       /* passes x groups x rows of the pass: sums of xq; for int8 times -128,
+                            which undoes the lift, plus SHIFTED where sums of products begin so */
+    float *size;         /* as sums: what one step of xq is worth */
+    float *sixteenths;   /* as sums, or null: sums / 16, where weights are fine */
     int32_t begin;       /* SHIFTED, or 0 */
+    void (*rounded)(const struct job *job, int64_t row, const float *x);
 };
+
+/* The first row of a pass. */
+INLINE int64_t pass_begin(const struct job *job, int64_t pass) {
+    return pass * job->few + (pass < job->more ? pass : job->more);
+}
+
+INLINE int64_t pass_of(const struct job *job, int64_t row) {
+    int64_t long_ones = job->more * (job->few + 1);
+    return row < long_ones ? row / (job->few + 1) : job->more + (row - long_ones) / job->few;
+}
 
 /* Scales of a byte, zeros that count sixteenths, and groups so short that a zero times a sum has no
    more than 24 bits: then it is exact, and may be subtracted in the same instruction. */
@@ -54,44 +67,69 @@ INLINE int fine(const struct integer *w) {
 
 /* --- activations ------------------------------------------------------------------------------ */
 
-/* The integers of x into row `row`; what they leave of x into rest, unless that is null. */
-INLINE void quantize_row(const struct job *job, int64_t row, const float *x, float *rest,
-                         int64_t group) {
-    const struct integer *w = job->w;
-    int32_t times = w->bits == 8 ? -128 : 1;
-    int8_t *xq = job->xq + row * job->width;
-    memset(xq + w->inputs, 0, (size_t)(job->width - w->inputs));
-    for (int64_t g = 0; g < w->groups; g++, x += group, xq += group) {
-        float size = rounded_group(x, group, xq);
-        int32_t sum = 0;
-        for (int64_t i = 0; i < group; i++) sum += xq[i];
-        job->size[row * w->groups + g] = size;
-        job->sums[row * w->groups + g] = times * sum + job->begin;
-        if (job->sixteenths) job->sixteenths[row * w->groups + g] = 0.0625f * (float)sum;
-        if (rest) {
-            for (int64_t i = 0; i < group; i++) rest[i] = x[i] - size * (float)xq[i];
-            rest += group;
-        }
-    }
+/* Where a row is written: from `sums` on every `together`-th number, from `codes` on every
+   `together`-th four of them. */
+struct seat {
+    int64_t together, sums;
+    int8_t *codes;
+};
+
+INLINE struct seat seat_of(const struct job *job, int64_t row) {
+    int64_t pass = pass_of(job, row), first = pass_begin(job, pass);
+    int64_t together = pass_begin(job, pass + 1) - first;
+    int8_t *codes = job->xq + first * job->width + 4 * (row - first);
+    return (struct seat){together, first * job->w->groups + row - first, codes};
 }
 
-INLINE void quantize_by(const struct job *job, int64_t first, int64_t last, int64_t group) {
-    int64_t inputs = job->w->inputs, half = job->rows / 2;
-    for (int64_t row = first; row < last; row++) {
-        float *rest = job->rest ? job->rest + row * inputs : 0;
-        quantize_row(job, row, job->x + row * inputs, rest, group);
-        if (rest) quantize_row(job, half + row, rest, 0, group);
+/* Here a pass is a row: codes lie one behind another. */
+INLINE void rounded_by(const struct job *job, int64_t row, const float *x, int64_t group) {
+    int8_t *codes = job->xq + row * job->width;
+    for (int64_t g = 0; g < job->w->groups; g++, x += group, codes += group) {
+        int64_t at = row * job->w->groups + g;
+        int32_t sum = 0;
+        job->size[at] = rounded_group(x, group, codes);
+        for (int64_t i = 0; i < group; i++) sum += codes[i];
+        job->sums[at] = sum;
     }
+    memset(codes, 0, (size_t)(job->width - job->w->inputs));
 }
 
 /* A length that the compiler knows is a loop without ends to look after. */
-INLINE void quantize(const struct job *job, int64_t first, int64_t last) {
-    if (job->w->group == 32) quantize_by(job, first, last, 32);
-    else if (job->w->group == 64) quantize_by(job, first, last, 64);
-    else quantize_by(job, first, last, job->w->group);
+INLINE void rounded_row(const struct job *job, int64_t row, const float *x) {
+    if (job->w->group == 32) rounded_by(job, row, x, 32);
+    else if (job->w->group == 64) rounded_by(job, row, x, 64);
+    else rounded_by(job, row, x, job->w->group);
 }
 
-static void portable_rows(void *job, int64_t first, int64_t last) { quantize(job, first, last); }
+static void portable_row(const struct job *job, int64_t row, const float *x) {
+    rounded_row(job, row, x);
+}
+
+/* The integers of x into row `row`; what they leave of x into rest, unless that is null. */
+static void quantize_row(const struct job *job, int64_t row, const float *x, float *rest) {
+    const struct integer *w = job->w;
+    struct seat seat = seat_of(job, row);
+    int32_t times = w->bits == 8 ? -128 : 1;
+    job->rounded(job, row, x);
+    for (int64_t g = 0; g < w->groups; g++) {
+        int64_t at = seat.sums + g * seat.together;
+        int32_t sum = job->sums[at];
+        job->sums[at] = times * sum + job->begin;
+        if (job->sixteenths) job->sixteenths[at] = 0.0625f * (float)sum;
+        for (int64_t i = g * w->group; rest && i < (g + 1) * w->group; i++)
+            rest[i] = x[i] - job->size[at] * (float)seat.codes[i / 4 * 4 * seat.together + i % 4];
+    }
+}
+
+static void quantize(void *data, int64_t first, int64_t last) {
+    const struct job *job = data;
+    int64_t inputs = job->w->inputs, half = job->rows / 2;
+    for (int64_t row = first; row < last; row++) {
+        float *rest = job->rest ? job->rest + row * inputs : 0;
+        quantize_row(job, row, job->x + row * inputs, rest);
+        if (rest) quantize_row(job, half + row, rest, 0);
+    }
+}
 
 /* --- portable --------------------------------------------------------------------------------- */
 
@@ -149,45 +187,46 @@ static void portable_int4(void *job, int64_t first, int64_t last) { tiles(job, f
 
 #ifdef GLASS_X86
 #include "integer_x86.h"
-/* The same lines as portable_rows, for wider vectors. */
-AVX2 static void avx2_rows(void *job, int64_t first, int64_t last) { quantize(job, first, last); }
-AVX512 static void avx512_rows(void *job, int64_t first, int64_t last) {
-    quantize(job, first, last);
+/* The same lines as portable_row, for wider vectors. */
+AVX2 static void avx2_row(const struct job *job, int64_t row, const float *x) {
+    rounded_row(job, row, x);
 }
 #endif
 
 static int product(const struct integer *w, const float *bias, const float *x, float *y,
                    int64_t rows, int threads, float *rest) {
     int64_t given = rest ? rows / 2 : rows;
-    struct job job = {w, bias, x, y, rest, rows, (w->inputs + 7) / 8 * 8, 0, 0, 0, 0, 0};
-    part_fn by_rows = portable_rows, by_tiles = w->bits == 8 ? portable_int8 : portable_int4;
+    struct job job = {.w = w, .bias = bias, .x = x, .y = y, .rest = rest, .rows = rows};
+    job.width = (w->inputs + 7) / 8 * 8, job.passes = rows, job.rounded = portable_row;
+    part_fn by_tiles = w->bits == 8 ? portable_int8 : portable_int4;
 #ifdef GLASS_X86
-    if (glass_variant() == AVX2_FMA)
-        by_rows = avx2_rows, by_tiles = w->bits == 8 ? avx2_int8 : avx2_int4;
-    if (glass_variant() == AVX512_VNNI)
-        by_rows = avx512_rows, by_tiles = w->bits == 8 ? avx512_int8 : avx512_int4;
-    if (w->bits == 4 && fine(w) && glass_variant() == AVX2_FMA) by_tiles = avx2_fine;
-    if (w->group == 32 && glass_variant() == AVX512_VNNI) {
-        if (w->bits == 4 && fine(w)) by_tiles = avx512_fine;
-        if (w->bits == 8 && w->scale_kind == HALF) by_tiles = avx512_halves, job.begin = SHIFTED;
+    if (glass_variant() == AVX2_FMA) {
+        job.rounded = avx2_row, by_tiles = w->bits == 8 ? avx2_int8 : avx2_int4;
+        if (w->bits == 4 && fine(w)) by_tiles = avx2_fine;
+    }
+    if (glass_variant() == AVX512_VNNI) {
+        job.rounded = avx512_row, by_tiles = w->bits == 8 ? avx512_int8 : avx512_int4;
+        job.passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        if (w->bits == 4 && fine(w) && w->group == 32) by_tiles = avx512_fine;
+        if (w->bits == 8 && w->groups == 1) by_tiles = avx512_whole;
+        else if (w->bits == 8 && w->scale_kind == HALF && shiftable(w->group))
+            by_tiles = avx512_halves, job.begin = SHIFTED;
     }
 #endif
-    job.xq = malloc((size_t)(rows * job.width));
-    job.sums = malloc((size_t)(rows * w->groups) * sizeof(int32_t));
-    job.size = malloc((size_t)(rows * w->groups) * sizeof(float));
-    if (w->bits == 4 && fine(w)) job.sixteenths = malloc((size_t)(rows * w->groups) * sizeof(float));
-    int failed = !job.xq || !job.sums || !job.size || (w->bits == 4 && fine(w) && !job.sixteenths);
-    if (!failed) {
-        int64_t count = (w->outputs + TILE - 1) / TILE, chunk = count / threads / 4 + 1;
+    job.few = rows / job.passes, job.more = rows % job.passes;
+    int64_t many = rows * w->groups;
+    int8_t *room = malloc((size_t)(rows * job.width + 12 * many));
+    if (room) {
+        job.sums = (int32_t *)room, job.size = (float *)(job.sums + many);
+        if (w->bits == 4 && fine(w)) job.sixteenths = job.size + many;
+        job.xq = room + 12 * many;
+        int64_t count = (w->outputs + TILE - 1) / TILE, chunk = count / threads / 16 * 4 + 4;
         int64_t least = SHARED / (TILE * w->inputs) + 1; /* less is not worth a thread */
-        glass_share(by_rows, &job, given, given * w->inputs < SHARED ? given : 4, threads);
-        glass_share(by_tiles, &job, count, chunk < least ? least : chunk, threads);
+        glass_share(quantize, &job, given, given * w->inputs < SHARED ? given : 4, threads);
+        glass_share(by_tiles, &job, count, chunk < least ? (least + 3) / 4 * 4 : chunk, threads);
     }
-    free(job.xq);
-    free(job.sums);
-    free(job.size);
-    free(job.sixteenths);
-    return failed;
+    free(room);
+    return !room;
 }
 
 #define AT_ONCE 16 /* rows of a refined product, whose two halves are kept until they are added */

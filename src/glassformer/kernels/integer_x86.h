@@ -176,13 +176,23 @@ AVX512 INLINE __m512i four16(const int8_t *x) {
     return _mm512_set1_epi32(word);
 }
 
-AVX512 INLINE void put16(const struct job *job, int64_t row, int64_t tile, __m512 acc) {
+AVX512 INLINE void put16(const struct job *job, int64_t row, int rows, int64_t tile, __m512 *acc) {
     const struct integer *w = job->w;
     int64_t out = tile * TILE, left = w->outputs - out;
     __mmask16 some = left >= TILE ? 0xffff : (__mmask16)((1 << left) - 1);
-    if (w->outer) acc = _mm512_mul_ps(acc, _mm512_loadu_ps(w->outer + out));
-    if (job->bias) acc = _mm512_add_ps(acc, _mm512_maskz_loadu_ps(some, job->bias + out));
-    _mm512_mask_storeu_ps(job->y + row * w->outputs + out, some, acc);
+    float *to = job->y + row * w->outputs + out;
+    if (w->outer) {
+        __m512 outer = _mm512_loadu_ps(w->outer + out);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) acc[r] = _mm512_mul_ps(acc[r], outer);
+    }
+    if (job->bias) {
+        __m512 bias = _mm512_maskz_loadu_ps(some, job->bias + out);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) acc[r] = _mm512_add_ps(acc[r], bias);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++, to += w->outputs) _mm512_mask_storeu_ps(to, some, acc[r]);
 }
 
 /* vpdpbusd in its place: from the intrinsic gcc makes two copies of every sum at each step. */
@@ -191,30 +201,40 @@ AVX512 INLINE __m512i added4(__m512i sum, __m512i q, __m512i four) {
     return sum;
 }
 
-/* What else the compiler knows of the weights: nothing; or groups of 32, and 4 bits that are
-   `fine`, or 8 bits with scales of float16. */
+#define APART __attribute__((noinline)) /* registers are dealt out for each by itself */
+
+/* What else the compiler knows of the weights: nothing; or groups of 32, 4 bits that are `fine`; or
+   groups of a multiple of 32, 8 bits with scales of float16. */
 enum { ANY, FINE, HALVES };
 
 /* A float of this size has steps of 1: its bits plus a sum are those of itself plus the sum. It
    times a float16 is exact, so that (SHIFT + sum) * scale - SHIFT * scale, rounded once, is
-   sum * scale as it is rounded by itself. Sums of groups of 32 lie below 2^22. */
+   sum * scale as it is rounded by itself. Sums lie below 2^22: 128 * 127 * MOST_SHIFTED. */
 #define SHIFT 12582912.0f /* 3 * 2^22; its bits are SHIFTED */
+#define MOST_SHIFTED 256
+
+INLINE int shiftable(int64_t group) { return group % 32 == 0 && group <= MOST_SHIFTED; }
 
 #define ROWS_AT_ONCE 6  /* by two tiles: 12 sums of integers and 12 of floats, all in registers */
-#define ROWS_KEPT 48    /* rows that meet some groups of a tile before the next groups are read */
-#define INPUTS_KEPT 256 /* inputs of those groups: 8 KiB of int8 weights, in the first cache */
+#define PASSES_KEPT 12  /* passes that meet some groups of a tile before the next groups are read */
+#define INPUTS_KEPT 384 /* inputs of those, at most: 12 KiB of int8 weights, in the first cache */
 
 /* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
-   Groups `from` to `to` are added to what is kept of the groups before; the last are put into y. */
+   Groups `from` to `to` are added to what is kept of the groups before; the last are put into y.
+   `fetch`: weights are read ahead. `ready`: scales as floats and times SHIFT, or null. */
 AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, int64_t row,
                                int rows, int bits, int kind, int64_t from, int64_t to,
-                               float *kept, int fetch) {
+                               float *kept, int fetch, const float *ready) {
     const struct integer *w = job->w;
-    int64_t per = bits == 8 ? 4 : 8;
+    const int per = bits == 8 ? 4 : 8;
     int64_t blocks = kind == ANY ? job->width / per / w->groups : 32 / per;
-    int64_t next = w->groups * blocks * BLOCK; /* from a tile to the next */
-    const uint8_t *at = w->weight + tile * next + from * blocks * BLOCK;
-    const int8_t *x = job->xq + row * job->width + from * blocks * per;
+    int64_t parts = kind == HALVES ? w->group / 32 : 1; /* of a group, of so many blocks each */
+    int64_t next = w->groups * parts * blocks * BLOCK;  /* from a tile to the next */
+    const uint8_t *at = w->weight + tile * next + from * parts * blocks * BLOCK;
+    const int8_t *x = job->xq + row * job->width + from * parts * blocks * per * rows;
+    const int32_t *lift = job->sums + row * w->groups + from * rows;
+    const float *size = job->size + row * w->groups + from * rows;
+    const float *sixteenths = kind == FINE ? job->sixteenths + row * w->groups + from * rows : 0;
     const __m512i low = _mm512_set1_epi8(15);
     __m512 acc[2][ROWS_AT_ONCE];
 #pragma GCC unroll 2
@@ -222,39 +242,41 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             acc[t][r] = from ? _mm512_loadu_ps(kept + (2 * r + t) * TILE) : _mm512_setzero_ps();
-    for (int64_t g = from; g < to; g++) {
+    for (int64_t g = from; g < to; g++, lift += rows, size += rows) {
         __m512i sums[2][ROWS_AT_ONCE];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            int32_t lift = bits == 8 ? job->sums[(row + r) * w->groups + g] : 0;
-            __m512i begin = _mm512_set1_epi32(lift);
+            __m512i begin = bits == 8 ? _mm512_set1_epi32(lift[r]) : _mm512_setzero_si512();
 #pragma GCC unroll 2
             for (int t = 0; t < many; t++) sums[t][r] = begin;
         }
-        if (fetch)
-            for (int64_t b = 0; b < blocks; b++)
+        for (int64_t part = 0; part < parts; part++) {
+            if (fetch)
+                for (int64_t b = 0; b < blocks; b++)
 #pragma GCC unroll 2
-                for (int t = 0; t < many; t++) FETCH_LINE(at + b * BLOCK + t * next);
+                    for (int t = 0; t < many; t++) FETCH_LINE(at + b * BLOCK + t * next);
 #pragma GCC unroll 8
-        for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per) {
-            __m512i q[2], high[2];
+            for (int64_t b = 0; b < blocks; b++, at += BLOCK, x += per * rows) {
+                __m512i q[2], high[2];
 #pragma GCC unroll 2
-            for (int t = 0; t < many; t++) {
-                q[t] = _mm512_loadu_si512(at + t * next);
-                if (bits == 4) {
-                    high[t] = _mm512_and_si512(_mm512_srli_epi16(q[t], 4), low);
-                    q[t] = _mm512_and_si512(q[t], low);
+                for (int t = 0; t < many; t++) {
+                    q[t] = _mm512_loadu_si512(at + t * next);
+                    if (bits == 4) {
+                        high[t] = _mm512_and_si512(_mm512_srli_epi16(q[t], 4), low);
+                        q[t] = _mm512_and_si512(q[t], low);
+                    }
                 }
-            }
 #pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                __m512i four = four16(x + r * job->width);
+                for (int r = 0; r < rows; r++) {
+                    __m512i four = four16(x + 4 * r);
 #pragma GCC unroll 2
-                for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], q[t], four);
-                if (bits == 4) {
-                    four = four16(x + r * job->width + 4);
+                    for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], q[t], four);
+                    if (bits == 4) {
+                        four = four16(x + 4 * (rows + r));
 #pragma GCC unroll 2
-                    for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], high[t], four);
+                        for (int t = 0; t < many; t++)
+                            sums[t][r] = added4(sums[t][r], high[t], four);
+                    }
                 }
             }
         }
@@ -262,6 +284,11 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 2
         for (int t = 0; t < many; t++) {
             int64_t begin = ((tile + t) * w->groups + g) * TILE;
+            if (kind == HALVES && ready) {
+                const float *both = ready + ((g - from) * 2 + t) * 2 * TILE;
+                scale[t] = _mm512_loadu_ps(both), zero[t] = _mm512_loadu_ps(both + TILE);
+                continue;
+            }
             int32_t stored = kind == FINE ? BYTE : kind == HALVES ? HALF : w->scale_kind;
             scale[t] = numbers16(w->scale, stored, begin);
             if (kind == FINE) zero[t] = numbers16(w->zero, BYTE, begin);
@@ -271,8 +298,7 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            int64_t of = (row + r) * w->groups + g;
-            __m512 size = _mm512_set1_ps(job->size[of]);
+            __m512 step = _mm512_set1_ps(size[r]);
 #pragma GCC unroll 2
             for (int t = 0; t < many; t++) {
                 __m512 scaled;
@@ -282,57 +308,235 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
                 } else {
                     __m512 sum = _mm512_cvtepi32_ps(sums[t][r]);
                     if (kind == FINE) {
-                        __m512 xsum = _mm512_set1_ps(job->sixteenths[of]);
+                        __m512 xsum = _mm512_set1_ps(sixteenths[(g - from) * rows + r]);
                         sum = _mm512_fnmadd_ps(zero[t], xsum, sum);
                     } else if (bits == 4) {
-                        __m512 xsum = _mm512_set1_ps((float)job->sums[of]);
+                        __m512 xsum = _mm512_set1_ps((float)lift[r]);
                         sum = _mm512_sub_ps(sum, _mm512_mul_ps(zero[t], xsum));
                     }
                     scaled = _mm512_mul_ps(sum, scale[t]);
                 }
-                acc[t][r] = _mm512_add_ps(acc[t][r], _mm512_mul_ps(scaled, size));
+                acc[t][r] = _mm512_add_ps(acc[t][r], _mm512_mul_ps(scaled, step));
             }
         }
+    }
+    if (to == w->groups) {
+#pragma GCC unroll 2
+        for (int t = 0; t < many; t++) put16(job, row, rows, tile + t, acc[t]);
+        return;
     }
 #pragma GCC unroll 2
     for (int t = 0; t < many; t++)
 #pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) _mm512_storeu_ps(kept + (2 * r + t) * TILE, acc[t][r]);
+}
+
+/* The same for int8 with one group: blocks `from` to `to`, `many` tiles of one to four, as there is
+   room where only integers are summed. */
+AVX512 INLINE void whole_avx512(const struct job *job, int64_t tile, int many, int64_t row,
+                                int rows, int64_t from, int64_t to, int32_t *kept, int fetch) {
+    const struct integer *w = job->w;
+    int64_t blocks = job->width / 4, next = blocks * BLOCK;
+    const uint8_t *at = w->weight + tile * next + from * BLOCK;
+    const int8_t *x = job->xq + row * job->width + from * 4 * rows;
+    __m512i sums[4][ROWS_AT_ONCE];
+#pragma GCC unroll 4
+    for (int t = 0; t < many; t++)
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+            sums[t][r] = from ? _mm512_loadu_si512(kept + (4 * r + t) * TILE)
+                              : _mm512_set1_epi32(job->sums[row + r]);
+#pragma GCC unroll 2
+    for (int64_t b = from; b < to; b++, at += BLOCK, x += 4 * rows) {
+        __m512i q[4];
+#pragma GCC unroll 4
+        for (int t = 0; t < many; t++) {
+            if (fetch) FETCH_LINE(at + t * next);
+            q[t] = _mm512_loadu_si512(at + t * next);
+        }
+#pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            if (to < w->groups) _mm512_storeu_ps(kept + (2 * r + t) * TILE, acc[t][r]);
-            else put16(job, row + r, tile + t, acc[t][r]);
+            __m512i four = four16(x + 4 * r);
+#pragma GCC unroll 4
+            for (int t = 0; t < many; t++) sums[t][r] = added4(sums[t][r], q[t], four);
+        }
+    }
+    if (to < blocks) {
+#pragma GCC unroll 4
+        for (int t = 0; t < many; t++)
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++)
+                _mm512_storeu_si512(kept + (4 * r + t) * TILE, sums[t][r]);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < many; t++) {
+        __m512 acc[ROWS_AT_ONCE], scale = numbers16(w->scale, w->scale_kind, (tile + t) * TILE);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[t][r]), scale);
+            scaled = _mm512_mul_ps(scaled, _mm512_set1_ps(job->size[row + r]));
+            acc[r] = _mm512_add_ps(_mm512_setzero_ps(), scaled); /* -0 becomes 0 */
+        }
+        put16(job, row, rows, tile + t, acc);
+    }
+}
+
+/* All rows of tiles first .. last - 1, AT_ONCE tiles at a time. Many rows take turns with the
+   groups: SOME of ALL groups (or blocks), small enough for the first cache, meet the rows of some
+   passes, six at a time. With few passes, memory is what is waited for. */
+#define SIX(DO, ...)                                                                             \
+    DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__)                                     \
+    DO(4, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
+#define TURNS(NAME, AT_ONCE, ALL, SOME, NUMBER, READY, EACH)                                     \
+    AVX512 static void NAME(void *data, int64_t first, int64_t last) {                           \
+        const struct job *job = data;                                                            \
+        int64_t all = ALL, turns = job->passes == 1 ? 1 : (all + SOME - 1) / SOME, left;         \
+        int64_t some = (all + turns - 1) / turns, few = job->passes <= 2;                        \
+        float ready[INPUTS_KEPT / 32 * 2 * 2 * TILE];                                            \
+        for (int64_t tile = first; tile < last; tile += left < AT_ONCE ? 1 : AT_ONCE)            \
+            for (int64_t begin = 0; begin < job->passes; begin += PASSES_KEPT) {                 \
+                NUMBER kept[PASSES_KEPT * ROWS_AT_ONCE * AT_ONCE * TILE];                        \
+                int64_t end = begin + PASSES_KEPT;                                               \
+                end = end < job->passes ? end : job->passes, left = last - tile;                 \
+                for (int64_t from = 0; from < all; from += some) {                               \
+                    int64_t to = from + some < all ? from + some : all;                          \
+                    int64_t row = pass_begin(job, begin);                                        \
+                    READY                                                                        \
+                    for (int64_t pass = begin, rows; pass < end; pass++, row += rows) {          \
+                        NUMBER *at = kept + (pass - begin) * ROWS_AT_ONCE * AT_ONCE * TILE;      \
+                        rows = pass_begin(job, pass + 1) - row;                                  \
+                        EACH                                                                     \
+                    }                                                                            \
+                }                                                                                \
+            }                                                                                    \
+    }
+/* What many passes need of the scales of two tiles, in the order they need it. */
+AVX512 INLINE void make_ready(const struct job *job, int64_t tile, int64_t left, int64_t from,
+                              int64_t to, float *ready) {
+    for (int64_t t = 0; t < 2 && t < left; t++)
+        for (int64_t g = from; g < to; g++) {
+            float *at = ready + ((g - from) * 2 + t) * 2 * TILE;
+            __m512 scale = numbers16(job->w->scale, HALF, ((tile + t) * job->w->groups + g) * TILE);
+            _mm512_storeu_ps(at, scale);
+            _mm512_storeu_ps(at + TILE, _mm512_mul_ps(_mm512_set1_ps(SHIFT), scale));
         }
 }
 
-/* All rows of tiles first .. last - 1, two tiles at a time. Many rows take turns with the groups:
-   some groups of the weights, small enough for the first cache, meet 48 rows, six at a time. */
-#define ROWS(n, many, bits, kind) \
-    case n: part_avx512(job, tile, many, row, n, bits, kind, from, to, at, !pass); break;
-#define UP_TO_6(many, bits, kind)                                                                \
-    ROWS(1, many, bits, kind) ROWS(2, many, bits, kind) ROWS(3, many, bits, kind)                \
-    ROWS(4, many, bits, kind) ROWS(5, many, bits, kind) ROWS(6, many, bits, kind)
-#define PAIRS(NAME, bits, kind)                                                                  \
-    AVX512 static void NAME(void *data, int64_t first, int64_t last) {                           \
-        const struct job *job = data;                                                            \
-        int64_t groups = job->w->groups, some = INPUTS_KEPT / job->w->group;                     \
-        if (some < 1) some = 1;                                                                  \
-        if (job->rows <= ROWS_AT_ONCE) some = groups;                                            \
-        for (int64_t tile = first; tile < last; tile += 2)                                       \
-            for (int64_t begin = 0; begin < job->rows; begin += ROWS_KEPT) {                     \
-                float kept[ROWS_KEPT * 2 * TILE];                                                \
-                int64_t left = job->rows - begin, now = left < ROWS_KEPT ? left : ROWS_KEPT;     \
-                int64_t passes = (now + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;                        \
-                for (int64_t from = 0; from < groups; from += some)                              \
-                    for (int64_t pass = 0; pass < passes; pass++) {                              \
-                        int64_t row = begin + now * pass / passes;                               \
-                        int64_t rows = begin + now * (pass + 1) / passes - row;                  \
-                        int64_t to = from + some < groups ? from + some : groups;                \
-                        float *at = kept + (row - begin) * 2 * TILE;                             \
-                        if (tile + 1 < last) switch (rows) { UP_TO_6(2, bits, kind) }            \
-                        else switch (rows) { UP_TO_6(1, bits, kind) }                            \
-                    }                                                                            \
-            }                                                                                    \
+#define ROWS(n, NAME, many)                                                                      \
+    case n:                                                                                      \
+        NAME##many##n(job, tile, row, from, to, at, few && !pass, few ? 0 : ready);              \
+        break;
+#define PART_OF(n, NAME, many, bits, kind)                                                       \
+    AVX512 APART static void NAME##many##n(const struct job *job, int64_t tile, int64_t row,     \
+                                           int64_t from, int64_t to, float *kept, int fetch,     \
+                                           const float *ready) {                                 \
+        part_avx512(job, tile, many, row, n, bits, kind, from, to, kept, fetch, ready);          \
     }
+#define PAIRS(NAME, bits, kind)                                                                  \
+    SIX(PART_OF, NAME##_, 1, bits, kind)                                                         \
+    SIX(PART_OF, NAME##_, 2, bits, kind)                                                         \
+    TURNS(NAME, 2, job->w->groups,                                                               \
+          (job->w->group < INPUTS_KEPT ? INPUTS_KEPT / job->w->group : 1), float,                \
+          if (kind == HALVES && !few) make_ready(job, tile, left, from, to, ready);,             \
+          if (left > 1) switch (rows) { SIX(ROWS, NAME##_, 2) }                                  \
+          else switch (rows) { SIX(ROWS, NAME##_, 1) })
 PAIRS(avx512_int8, 8, ANY)
 PAIRS(avx512_halves, 8, HALVES)
 PAIRS(avx512_int4, 4, ANY)
 PAIRS(avx512_fine, 4, FINE)
+#define WHOLE_OF(n, many)                                                                        \
+    AVX512 APART static void whole_##many##n(const struct job *job, int64_t tile, int64_t row,   \
+                                             int64_t from, int64_t to, int32_t *kept, int fetch, \
+                                             const float *ready) {                               \
+        (void)ready;                                                                             \
+        whole_avx512(job, tile, many, row, n, from, to, kept, fetch);                            \
+    }
+SIX(WHOLE_OF, 1)
+SIX(WHOLE_OF, 4)
+TURNS(avx512_whole, 4, job->width / 4, (INPUTS_KEPT / 4), int32_t, ,
+      if (left > 3) switch (rows) { SIX(ROWS, whole_, 4) }
+      else switch (rows) { SIX(ROWS, whole_, 1) })
+
+/* --- AVX-512: activations --------------------------------------------------------------------- */
+
+AVX512 INLINE __m512 some16(const float *x, int64_t left) {
+    if (left >= 16) return _mm512_loadu_ps(x);
+    return _mm512_maskz_loadu_ps((__mmask16)((1 << left) - 1), x);
+}
+
+/* Codes into every `together`-th four bytes; up to a multiple of 8, as rows end. */
+AVX512 INLINE void put_codes(int8_t *to, int64_t together, __m512i codes, int64_t left) {
+    __m128i bytes = _mm512_cvtepi32_epi8(codes);
+    if (left >= 16 && together == 1) {
+        _mm_storeu_si128((__m128i *)to, bytes);
+        return;
+    }
+    _mm_storeu_si32(to, bytes);
+    _mm_storeu_si32(to + 4 * together, _mm_shuffle_epi32(bytes, 1));
+    if (left <= 8) return;
+    _mm_storeu_si32(to + 8 * together, _mm_shuffle_epi32(bytes, 2));
+    _mm_storeu_si32(to + 12 * together, _mm_shuffle_epi32(bytes, 3));
+}
+
+/* As rounded_by, with a product in the place of most quotients. A product with the inverse is
+   within 2^-15 of the quotient; where it lies near a half, and only there, it is divided: each code
+   is that of the quotient. Steps so small or large that this might not hold are divided by. */
+#define NEAR_HALF (0.5f - 0x1p-12f)
+
+AVX512 INLINE __m512i codes16(__m512 x, float size, float inverse) {
+    const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+    if (size > 0x1p-60f && size < 0x1p60f) {
+        __m512 step = _mm512_mul_ps(x, _mm512_set1_ps(inverse));
+        __m512i codes = _mm512_cvtps_epi32(step);
+        __m512 off = _mm512_abs_ps(_mm512_sub_ps(step, _mm512_cvtepi32_ps(codes)));
+        if (!_mm512_cmp_ps_mask(off, _mm512_set1_ps(NEAR_HALF), _CMP_GE_OQ)) return codes;
+    }
+    if (!(size > 0)) return _mm512_setzero_si512();
+    __m512i codes = _mm512_cvtps_epi32(_mm512_div_ps(x, _mm512_set1_ps(size)));
+    return _mm512_max_epi32(_mm512_min_epi32(codes, most), least);
+}
+
+AVX512 INLINE void rounded16(const struct job *job, int64_t row, const float *x, int64_t group) {
+    struct seat seat = seat_of(job, row);
+    const __m512i plus = _mm512_set1_epi32(0x7fffffff), finite = _mm512_set1_epi32(0x7f7fffff);
+    int64_t groups = job->w->groups;
+    for (int64_t first = 0; first < groups; first += 16) {
+        int64_t now = groups - first < 16 ? groups - first : 16;
+        uint32_t top[16] = {0};
+        float size[16], inverse[16];
+        for (int64_t g = 0; g < now; g++) {
+            const float *from = x + (first + g) * group;
+            __m512i most = _mm512_setzero_si512();
+            for (int64_t i = 0; i < group; i += 16) {
+                __m512i bits = _mm512_castps_si512(some16(from + i, group - i));
+                most = _mm512_max_epu32(most, _mm512_and_si512(bits, plus));
+            }
+            top[g] = _mm512_reduce_max_epu32(most);
+        }
+        __m512i tops = _mm512_loadu_si512(top);
+        __mmask16 strange = _mm512_cmpgt_epu32_mask(tops, finite);
+        __m512 sizes = _mm512_div_ps(_mm512_castsi512_ps(tops), _mm512_set1_ps(127.0f));
+        sizes = _mm512_mask_mov_ps(sizes, strange, _mm512_set1_ps(NAN));
+        _mm512_storeu_ps(size, sizes);
+        _mm512_storeu_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), sizes));
+        for (int64_t g = 0; g < now; g++) {
+            const float *from = x + (first + g) * group;
+            int8_t *to = seat.codes + (first + g) * group * seat.together;
+            int64_t at = seat.sums + (first + g) * seat.together;
+            __m512i sums = _mm512_setzero_si512();
+            for (int64_t i = 0; i < group; i += 16) {
+                __m512i codes = codes16(some16(from + i, group - i), size[g], inverse[g]);
+                put_codes(to + i * seat.together, seat.together, codes, group - i);
+                sums = _mm512_add_epi32(sums, codes);
+            }
+            job->size[at] = size[g];
+            job->sums[at] = _mm512_reduce_add_epi32(sums);
+        }
+    }
+}
+
+AVX512 static void avx512_row(const struct job *job, int64_t row, const float *x) {
+    if (job->w->group == 32) rounded16(job, row, x, 32);
+    else rounded16(job, row, x, job->w->group);
+}

@@ -52,17 +52,24 @@ INLINE void q8_0(const uint8_t *from, float *to) {
 }
 
 /* 8 parts of 32; their steps and lows have 6 bits each, the last four parts' in pieces. */
+struct line {
+    float step, low;
+};
+
+INLINE struct line q4_k_line(const uint8_t *six, int part, struct line coarse) {
+    int p = part % 4;
+    int step = part < 4 ? six[p] & 63 : (six[8 + p] & 15) | (six[p] >> 2 & 48);
+    int low = part < 4 ? six[4 + p] & 63 : six[8 + p] >> 4 | (six[4 + p] >> 2 & 48);
+    return (struct line){coarse.step * (float)step, coarse.low * (float)low};
+}
+
 INLINE void q4_k(const uint8_t *from, float *to) {
-    const uint8_t *six = from + 4, *q = from + 16;
-    float coarse = half_at(from), coarse_low = half_at(from + 2);
+    struct line coarse = {half_at(from), half_at(from + 2)};
     for (int part = 0; part < 8; part++) {
-        int p = part % 4;
-        int step = part < 4 ? six[p] & 63 : (six[8 + p] & 15) | (six[p] >> 2 & 48);
-        int low = part < 4 ? six[4 + p] & 63 : six[8 + p] >> 4 | (six[4 + p] >> 2 & 48);
-        float d = coarse * (float)step, m = coarse_low * (float)low;
-        const uint8_t *pair = q + part / 2 * 32;
+        struct line line = q4_k_line(from + 4, part, coarse);
+        const uint8_t *pair = from + 16 + part / 2 * 32;
         for (int i = 0; i < 32; i++)
-            to[part * 32 + i] = d * (float)(part % 2 ? pair[i] >> 4 : pair[i] & 15) - m;
+            to[part * 32 + i] = line.step * (float)(part % 2 ? pair[i] >> 4 : pair[i] & 15) - line.low;
     }
 }
 
@@ -163,16 +170,13 @@ AVX2 static void avx2_block(int type, const uint8_t *from, float *to) {
             return;
         }
         case Q4_K: {
-            const uint8_t *six = from + 4, *q = from + 16;
-            float coarse = half_at(from), coarse_low = half_at(from + 2);
+            struct line coarse = {half_at(from), half_at(from + 2)};
             for (int part = 0; part < 8; part++) {
-                int p = part % 4;
-                int step = part < 4 ? six[p] & 63 : (six[8 + p] & 15) | (six[p] >> 2 & 48);
-                int low = part < 4 ? six[4 + p] & 63 : six[8 + p] >> 4 | (six[4 + p] >> 2 & 48);
-                float d = coarse * (float)step, m = coarse_low * (float)low;
-                for (int half = 0; half < 2; half++) { /* d q - m is d q + (-m) */
-                    __m128i pair = bytes16(q + part / 2 * 32 + 16 * half);
-                    put16(to + part * 32 + 16 * half, part % 2 ? high16(pair) : low16(pair), d, -m);
+                struct line line = q4_k_line(from + 4, part, coarse);
+                for (int half = 0; half < 2; half++) { /* a q - b is a q + (-b) */
+                    __m128i pair = bytes16(from + 16 + part / 2 * 32 + 16 * half);
+                    __m128i q = part % 2 ? high16(pair) : low16(pair);
+                    put16(to + part * 32 + 16 * half, q, line.step, -line.low);
                 }
             }
             return;

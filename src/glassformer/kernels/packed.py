@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from glassformer.kernels import c_library, threads
 
-#: Of native.h: a matrix of this form and above is packed; numbers that are unpacked at once.
+#: A matrix of the form PACKED or above is packed; PANEL numbers are unpacked at once (native.h).
 PACKED, PANEL = 16, 32768
 #: Inputs of a matrix at most: several rows are unpacked together.
 MOST_INPUTS = PANEL // 4

@@ -130,6 +130,16 @@ def threads_of_decoding(
     return threads_for(count_parameters(model), WEIGHTS)
 
 
+def take(threads: int) -> None:
+    """Let torch, and the C kernels on its pool, compute on this many threads from now on."""
+    if "torch" not in sys.modules:
+        _without_torch.append(threads)
+        return
+    import torch
+
+    torch.set_num_threads(threads)
+
+
 @contextlib.contextmanager
 def taking(threads: int) -> Iterator[None]:
     """Let torch, and the C kernels on its pool, compute on this many threads."""

@@ -261,13 +261,15 @@ def use_backend(model: M, backend: str) -> M:
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace every reference to `old` by `new`: a shared table has two."""
-    for holder in list(model.modules()):
-        for name, child in list(holder.named_children()):
-            if child is old:
-                setattr(holder, name, new)
-        for name, held in holder._modules.items():  # named_children lists a shared module once
+    waiting, seen = [model], {model}
+    while waiting:  # by hand: model.modules() takes many times as long, once for every layer
+        holder = waiting.pop()
+        for name, held in holder._modules.items():
             if held is old:
                 holder._modules[name] = new
+            elif held is not None and held not in seen:
+                seen.add(held)
+                waiting.append(held)
 
 
 def untie(model: Model) -> None:

@@ -36,8 +36,8 @@ SAMPLES = 32
 LENGTH = 128
 
 
-#: Of float32's bytes, what 4 bits should come to; and the share of weights from which a table is
-#: what a model's bytes are decided by.
+#: The share of float32's bytes that 4 bits should come to, and the share of weights from which a
+#: table decides a model's bytes.
 AIM, DOMINATES = 0.17, 0.5
 
 
