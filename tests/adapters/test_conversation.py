@@ -241,7 +241,7 @@ def test_a_chat_decodes_by_the_native_step(model):
 
 
 def test_a_warm_native_start_is_a_cold_start_bit_for_bit(model, tmp_path):
-    """With and without a folder: whatever prompts share, and whoever chose the tokens between."""
+    """What prompts share, who chose the tokens between, and a folder make no difference."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(313, (60,), generator=generator).tolist()
     prompts = [ids[:10], ids[:45], ids[:45], [*ids[:45], 3, 5, 9], [*ids[:33], 7, 8], ids[5:9], ids]

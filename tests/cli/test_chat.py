@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
+from glassformer.adapters import array_model
 from glassformer.adapters.folder.paths import load_tokenizer
 from glassformer.cli.main import app
 from glassformer.cli.verbs import generate
@@ -94,6 +95,21 @@ def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
     talk = generate.open_conversation(folder, {}, template_options=options)
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
+
+
+@pytest.mark.parametrize("drawn", [("--seed", "2"), GREEDY])
+def test_a_chat_without_torch_says_what_one_with_it_says(folder, drawn, monkeypatch):
+    lines = ["the cat", "on the mat", "/reset", "the mat"]
+    found = answers(folder, *drawn, lines=lines)
+    opened = []
+    monkeypatch.setattr(array_model, "open_stepper", lambda *_, **__: opened.append(1))
+    assert answers(folder, *drawn, lines=lines) == found
+    assert opened
+
+
+def test_a_cache_that_there_is_not_is_refused_by_name(folder):
+    with pytest.raises(InputError, match="is not one of float, int8"):
+        generate.open_conversation(folder, {"kv_cache": "int9"}, template_options=[])
 
 
 def test_in_python_a_model_chats_and_streams(folder):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
+from glassformer.lab.measure import precision
 from glassformer.lab.quantize import Wish, _warnings, _without_text, of_text, tokens_of
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.spec.errors import FileError, InputError
@@ -21,6 +22,12 @@ from glassformer.store.checkpoint import load_quantized
 pytestmark = pytest.mark.filterwarnings(
     "ignore::glassformer.quant.backends.choose.SlowQuantization"
 )
+
+
+@pytest.fixture(autouse=True)
+def timed_once(monkeypatch):
+    """Speeds are of one round instead of several: what is printed is the subject, not how fast."""
+    monkeypatch.setattr(precision, "ROUNDS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -662,7 +662,7 @@ def _plain_beams(model: Model, prompts: Prompts, spec: BeamSpec) -> list[tuple[i
 
 
 def beam_one_is_greedy() -> None:
-    """And temperature 0, whatever the length penalty."""
+    """A beam of one, greedy decoding and temperature 0 agree, whatever the length penalty."""
     for seed, (name, alpha) in enumerate(itertools.product(SPECS, (-1.0, 0.0, 8.0))):
         model = built(SPECS[name], seed=seed)
         prompts, stepper = prompts_for(model), FastStepper(model, routines="linear")

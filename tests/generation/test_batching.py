@@ -206,7 +206,7 @@ def test_several_greedy_steps_in_one_call_change_no_token(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["native", "fast", "recorded", "one by one"])
 def test_a_scored_prompt_has_the_log_probabilities_of_the_model(kind):
-    """Beside others, cut into pieces, after the same prompt was read, and with nothing made."""
+    """It has them beside others, in pieces, after the same prompt, and with nothing generated."""
     model = made("rotary, gated, grouped")
     spec = model.spec
     longest = spec.max_seq_len - 1

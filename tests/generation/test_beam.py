@@ -124,7 +124,7 @@ def test_the_tree_is_recorded():
 
 
 def searches_end_early() -> None:
-    """With n_best below the width the search stops when nothing live can win, not when all end."""
+    """A search with n_best below the width stops when nothing live can win, not when all end."""
     rules = {"width": 4, "alpha": -1.0, "max_new_tokens": 25, "eos": (0, 1, 2)}
     read = {1: 0, 4: 0}
     for seed in range(10):

@@ -28,7 +28,7 @@ def test_every_fault_is_caught(fault):
 
 
 def test_every_check_is_a_test_of_its_own():
-    """Without a fault they are green, which the tests that call them show."""
+    """The tests that call the checks show that they are green without a fault."""
     tests = [
         inspect.getsource(function)
         for module in (

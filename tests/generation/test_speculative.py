@@ -17,10 +17,10 @@ from glassformer.generation.speculative import (
     WINDOW,
     Ngrams,
     Pace,
-    Speculation,
     SpeculativeStepper,
 )
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.stepping import Speculation
 from glassformer.generation.streaming import generate_batch
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("served"))
 
 
-#: As Qwen's: the tools before the conversation, earlier calls as they are read here.
+#: A template like Qwen's: tools before the conversation, earlier calls as they are read here.
 HERMES = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     "{% for message in messages %}{% for call in message.tool_calls or [] %}"

@@ -29,6 +29,7 @@ from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
 from glassformer.adapters.table import Array, Entry, Interleaved, Plan, Rows, identity_plan
 from glassformer.generation.fast.native import ArrayStepper
 from glassformer.generation.fast.program import ArraySource, as_floats, unknown_part
+from glassformer.generation.fast.turns import Turns
 from glassformer.kernels import c_library
 from glassformer.kernels.packed import PackedMatrix
 from glassformer.spec.decoding import KVCache
@@ -45,9 +46,14 @@ Packed = Callable[[str], PackedMatrix | None]
 
 
 def open_stepper(
-    path: str | Path, *, unpacks: bool = True, kv_cache: KVCache = "float"
+    path: str | Path,
+    *,
+    unpacks: bool = True,
+    kv_cache: KVCache = "float",
+    in_turns: bool = False,
 ) -> tuple[ModelSpec, ArrayStepper] | None:
-    """Return a model's spec and its native step; None where that needs torch.
+    """Return a model's spec and its native step, or that of a conversation; None where that needs
+    torch.
 
     Packed weights are unpacked to memory with large pages, which is faster to read, or used as they
     are in the file, which is faster to begin with; the numbers that come out are the same.
@@ -60,7 +66,8 @@ def open_stepper(
     spec, arrays = found
     if unknown_part(spec, kv_cache=kv_cache):
         return None
-    return spec, ArrayStepper(spec, ArraySource(spec, arrays), kv_cache=kv_cache)
+    kind = Turns if in_turns else ArrayStepper
+    return spec, kind(spec, ArraySource(spec, arrays), kv_cache=kv_cache)
 
 
 def open_arrays(

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from glassformer.adapters.chat.template import Conversation, read_chat
-from glassformer.adapters.folder.files import generation_defaults
+from glassformer.adapters.chat.begin import begin_chat
+from glassformer.adapters.chat.template import Conversation
 from glassformer.adapters.folder.origin import find_tokenizer
 from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
@@ -37,7 +37,6 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.choice import check_own_cache
 from glassformer.generation.generate import evaluating, make_stepper, prepare, stream_tokens
 from glassformer.generation.prompts import Prompts, padded, text_prompt
-from glassformer.generation.request import read_request
 from glassformer.generation.stepper import Rows
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Generated, generate_batch
@@ -47,7 +46,7 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.contents import quantized_numbers
-from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache, chat_options
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec
 
@@ -57,10 +56,6 @@ Forward = Callable[[Tensor, Tensor | None], Tensor]
 
 #: Token ids of one sequence, or of several as rows.
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
-
-
-#: The most tokens of an answer in a chat, unless an option or the folder says otherwise.
-LONGEST_ANSWER = 1_024
 
 
 class BaseAdapter(nn.Module, ABC):
@@ -325,37 +320,22 @@ class BaseAdapter(nn.Module, ABC):
         The folder that the model came from has the chat template and its sampling settings, which
         `options` of decoding override; `template_options` are the template's own switches.
         """
-        known = [each.name for each in chat_options()]
-        for name in options:
-            if name not in known:
-                raise InputError(f"a chat has no option '{name}'", hint=nearest(name, known))
         if self.origin is None:
             raise InputError(
                 "this model came from no folder, so it has no chat template",
                 hint="gf.load a folder that has one, or use model.generate",
             )
-        template = read_chat(self.origin)
-        own = self.tokenizer.eos  # any end of the model or of its tokenizer stops an answer
-        ends = dict.fromkeys((*self.end_ids(), *([] if own is None else [own])))
-        settings = generation_defaults(self.origin).options()
-        request = read_request(
-            {"max_new_tokens": LONGEST_ANSWER, **settings, **options},
-            tokenizer=self.tokenizer,
-            eos=tuple(ends),
-            forbidden=self.nameless_ids(),
-        )
-        assert isinstance(request.decoding, DecodeSpec)
-        folder = request.step.prompt_cache
-        return Conversation(
-            self.eval().chat_stepper(
-                prompt_cache=None if folder is None else Path(folder),
-                kv_cache=request.step.kv_cache,
-            ),
+        return begin_chat(
+            self.origin,
             self.tokenizer,
-            template,
-            spec=request.decoding,
+            lambda step: self.eval().chat_stepper(
+                prompt_cache=None if step.prompt_cache is None else Path(step.prompt_cache),
+                kv_cache=step.kv_cache,
+            ),
+            vocab_size=self.spec.vocab_size,
             system=system,
-            options=template_options,
+            template_options=template_options,
+            options=options,
         )
 
     def chat_stepper(

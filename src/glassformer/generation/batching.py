@@ -52,7 +52,7 @@ from glassformer.spec.model import ModelSpec
 
 #: Tokens that a step reads at most; the sequences that go on come first.
 STEP_TOKENS = 128
-#: Of these, what prompts get at least, however many sequences go on.
+#: Prompts get at least this many of these tokens, however many sequences go on.
 LEAST_OF_PROMPTS = 16
 #: What a step reads at most on a GPU, which needs more rows to be busy.
 GPU_STEP_TOKENS = 4_096

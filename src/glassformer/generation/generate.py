@@ -26,7 +26,7 @@ from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.request import Request, read_request
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper
-from glassformer.generation.stepping import Stepper, facts_of
+from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
 from glassformer.spec.decoding import (
@@ -84,7 +84,7 @@ def generate(
     stepper, new_tokens = _streamed(model, prompt, options, draft)
     for new in new_tokens:
         collected.add(new)
-    return collected.result(collected.text, facts_of(stepper))
+    return collected.result(collected.text, stepper.facts)
 
 
 def stream_tokens(

@@ -6,7 +6,6 @@ from typing import Any
 
 from glassformer.data.automata.library import machine_named
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.choosing import LikeliestChooser
 from glassformer.generation.constraint import Constraint
 from glassformer.spec.decoding import (
     BeamSpec,
@@ -29,14 +28,10 @@ class Request:
     step: StepSpec
 
     @property
-    def is_plainly_greedy(self) -> bool:
-        """True if an `ArrayStepper` does all of this: the likeliest tokens, by the default step."""
-        decoding = self.decoding
-        return (
-            isinstance(decoding, DecodeSpec)
-            and LikeliestChooser.covers(decoding)
-            and self.step == StepSpec(kv_cache=self.step.kv_cache)
-        )
+    def is_for_arrays(self) -> bool:
+        """True if an `ArrayStepper` does all of this: no beams, and the default step."""
+        plain_step = self.step == StepSpec(kv_cache=self.step.kv_cache)
+        return isinstance(self.decoding, DecodeSpec) and plain_step
 
 
 def read_request(

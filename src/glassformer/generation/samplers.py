@@ -23,6 +23,7 @@ from glassformer.spec.decoding import GREEDY, DecodeSpec
 # B batch, V vocab, K some of them
 
 _FEW = 128  # likeliest tokens that a nucleus is first looked for among
+_SMALL = 4096  # a vocabulary that a GPU sorts whole, as a recorded step does: no other kernels
 _HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no number
 
 
@@ -46,11 +47,14 @@ def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
 def keep_top_p(logits_BV: Tensor, p: float, *, few: int = _FEW) -> Tensor:
     """Keep tokens whose strictly likelier ones together have a probability below p (nucleus).
 
-    They are looked for among the `few` likeliest first, which on a GPU waits for the answer.
+    They are looked for among the `few` likeliest first, which on a GPU waits for the answer; there
+    a small vocabulary is sorted at once.
     """
     if p >= 1.0:
         return logits_BV
     vocab, count = logits_BV.shape[-1], few
+    if logits_BV.is_cuda and vocab <= _SMALL:
+        count = vocab
     while True:  # the likeliest are mostly enough, and sorting all takes a millisecond
         count = min(count, vocab)
         every = count == vocab

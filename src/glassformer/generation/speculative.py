@@ -21,7 +21,7 @@ from torch import Tensor
 
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import forbid, greedy, likeliest, logprobs_of
-from glassformer.generation.stepping import RewindingStepper, Stepper
+from glassformer.generation.stepping import RewindingStepper, Speculation, Stepper
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError
 
@@ -44,43 +44,6 @@ REST, LONGEST_REST = 32, 512
 
 #: Greedy tokens that are made in one call where nothing can be guessed.
 UNGUESSED = 4
-
-
-@dataclass(slots=True)
-class Speculation:
-    """Counts of one decoding: passes through the model, guesses, and the right ones among them.
-
-    `passes` are those after the prompt, `tokens` what they added. `rests` is how often guessing was
-    given up for a while because it took longer. `why_not` says why nothing was guessed at all.
-    """
-
-    passes: int = 0
-    tokens: int = 0
-    guessed: int = 0
-    right: int = 0
-    rests: int = 0
-    why_not: str = ""
-
-    @property
-    def acceptance(self) -> float:
-        """The share of guesses that were right; NaN without any."""
-        return self.right / self.guessed if self.guessed else float("nan")
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens added by a pass through the model; NaN without any."""
-        return self.tokens / self.passes if self.passes else float("nan")
-
-    def __str__(self) -> str:
-        if self.why_not:
-            return f"no speculation: {self.why_not}"
-        if not self.guessed:
-            return f"speculation: nothing to guess from in {self.tokens} tokens"
-        rests = f", given up for a while {self.rests} x (it took longer)" if self.rests else ""
-        return (
-            f"speculation: {self.tokens_per_pass:.2f} tokens a pass, {self.right} of {self.guessed}"
-            f" guesses right ({self.acceptance:.0%}){rests}"
-        )
 
 
 class Ngrams:

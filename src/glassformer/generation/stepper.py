@@ -7,7 +7,9 @@ keeps its cache between prompts and reads only what differs from the last one, a
 past is passed in and out, never stored on the model.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,6 +200,10 @@ class ReplayedPast:
         self.lines = self.lines[rows_B.to(self.lines.device)]
 
 
+#: Steps of a run that are launched before the first of them has ended.
+AHEAD = 4
+
+
 class _Room:
     """The memory that the launches of one shape read and write.
 
@@ -235,6 +241,18 @@ class ReplayedStepper(Stepper):
         self._rooms: dict[tuple[int, int], _Room] = {}
         self._launches: dict[tuple[object, ...], Callable[[], Tensor]] = {}
         self._samplers: dict[tuple[object, ...], Together] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Launch on a stream of its own, after what was launched so far, beside what comes now."""
+        if not next(self.model.parameters()).is_cuda:
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     @torch.no_grad()
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, ReplayedPast]:
@@ -281,8 +299,13 @@ class ReplayedStepper(Stepper):
         here.next_B.index_copy_(0, past.lines, tokens_B.to(device))
         here.shares_CB[:steps].index_copy_(1, past.lines, shares_CB.to(device))
         here.done.zero_()
+        under_way: deque[torch.cuda.Event] = deque()
         for _ in range(steps):
             launch()
+            if device.type == "cuda":  # a full queue would keep other threads from launching
+                under_way.append(torch.cuda.current_stream().record_event())
+                if len(under_way) > AHEAD:
+                    under_way.popleft().synchronize()
         self.positions += steps * here.tokens_BT.shape[1]
         made: list[list[int]] = here.made_CB[:steps].index_select(1, past.lines).tolist()
         return made

@@ -53,15 +53,52 @@ class BeamRun:
 BeamStep = tuple[list[int], list[int], list[float]]
 
 
+@dataclass(slots=True)
+class Speculation:
+    """Counts of one decoding: passes through the model, guesses, and the right ones among them.
+
+    `passes` are those after the prompt, `tokens` what they added. `rests` is how often guessing was
+    given up for a while because it took longer. `why_not` says why nothing was guessed at all.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    guessed: int = 0
+    right: int = 0
+    rests: int = 0
+    why_not: str = ""
+
+    @property
+    def acceptance(self) -> float:
+        """The share of guesses that were right; NaN without any."""
+        return self.right / self.guessed if self.guessed else float("nan")
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens added by a pass through the model; NaN without any."""
+        return self.tokens / self.passes if self.passes else float("nan")
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"no speculation: {self.why_not}"
+        if not self.guessed:
+            return f"speculation: nothing to guess from in {self.tokens} tokens"
+        rests = f", given up for a while {self.rests} x (it took longer)" if self.rests else ""
+        return (
+            f"speculation: {self.tokens_per_pass:.2f} tokens a pass, {self.right} of {self.guessed}"
+            f" guesses right ({self.acceptance:.0%}){rests}"
+        )
+
+
 class Stepper(ABC):
     """A model as decoding reads it: next-token logits after a prompt, then token by token.
 
     `encoder_calls` and `positions` count the work: runs of the encoder, columns read; `reused` the
     tokens of prompts that were not read again. A past belongs to the stepper that made it.
-    `facts` are what a speculating stepper has counted since its last prompt.
+    `facts` are what a speculating stepper has counted since its last prompt, else None.
     """
 
-    facts: Any = None
+    facts: Speculation | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         check_decodes(spec)
@@ -152,8 +189,3 @@ def check_decodes(spec: ModelSpec) -> None:
             "this model has no next-token head to decode with",
             hint=f"it has: {', '.join(spec.head_names())}",
         )
-
-
-def facts_of(stepper: Stepper) -> Any:
-    """Return what a speculating stepper has counted since its last prompt; None of another."""
-    return stepper.facts

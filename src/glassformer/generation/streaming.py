@@ -7,7 +7,6 @@ evaluations all read from here.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from glassformer.generation.choosing import NOTHING
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.loop import Column, decode
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import Stepper, facts_of
+from glassformer.generation.stepping import Speculation, Stepper
 from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
 
@@ -54,7 +53,7 @@ class Generated:
     logprobs: tuple[float, ...]
     finish: str
     text: str = ""
-    speculation: Any = None
+    speculation: Speculation | None = None
 
 
 def stream(
@@ -117,7 +116,7 @@ def generate_batch(
         row.logprobs = logprobs_BT[number][there_T].tolist()
         row.finish = made[-1].finish[number]
     texts = [text_of(row.tokens, spec=spec, tokenizer=tokenizer) for row in collected]
-    facts = facts_of(stepper)
+    facts = stepper.facts
     return [row.result(text, facts) for row, text in zip(collected, texts, strict=True)]
 
 
@@ -152,7 +151,7 @@ class Collected:
         """The text that was shown."""
         return "".join(self.texts)
 
-    def result(self, text: str, facts: Any = None) -> Generated:
+    def result(self, text: str, facts: Speculation | None = None) -> Generated:
         """Return what was collected; a row without an end has the finish `length`."""
         finish = self.finish or "length"
         return Generated(tuple(self.tokens), tuple(self.logprobs), finish, text, facts)

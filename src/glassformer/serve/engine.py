@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from glassformer.adapters.base import LONGEST_ANSWER, BaseAdapter
+from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.chat.begin import LONGEST_ANSWER
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
 from glassformer.adapters.embed import Embeddings, embed, no_vectors
 from glassformer.adapters.folder.files import generation_defaults

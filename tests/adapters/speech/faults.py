@@ -8,7 +8,7 @@ FILES, RANKS, FOLDER = (
     "adapters.tokenizers.folder_tokenizer",
 )
 TALK, WARM = "adapters.chat.template:Conversation", "generation.stepper:PrefixCacheStepper"
-NATIVE = "generation.fast.warm:WarmStepper"
+NATIVE = "generation.fast.turns:Turns"
 FAULTS = (
     Fault("the last pair is merged, not the best", f"{RANKS}:merges_of", "found.index(best)", "len(found) - 1", "forms"),
     Fault("pairs of higher rank are merged too", f"{RANKS}:merges_of", "ranks.get(left + right, rank)", "ranks.get(left + right, rank - 1)", "forms"),

@@ -255,7 +255,7 @@ def _stop(worker: subprocess.Popen[bytes]) -> None:
 # `Turn.dropped` counts them. An answer streams; a caller that stops iterating ends it, and the part
 # generated so far stays in the history.
 
-#: Of the context, what at least is left for an answer that may be this long or longer.
+#: An answer that may be this share of the context or longer has at least 1 / SHARE left for it.
 SHARE = 4
 
 

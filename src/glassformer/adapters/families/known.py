@@ -4,73 +4,53 @@
 """
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.families.encoders import ENCODERS
-from glassformer.adapters.families.experts import (
-    GPT_OSS,
-    GRANITE_MOE,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
+from glassformer.adapters.families import (
+    encoders,
+    experts,
+    gpt2,
+    layernorm,
+    llama,
+    qwen,
+    relatives,
+    translators,
 )
-from glassformer.adapters.families.gpt2 import GPT2, GPT_J, GPT_NEO, OPT
-from glassformer.adapters.families.layernorm import (
-    BIGCODE,
-    BLOOM,
-    COHERE,
-    COHERE2,
-    FALCON,
-    MPT,
-    NEOX_FAMILY,
-    PHI,
-    STABLELM,
-    STARCODER2,
-)
-from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
-from glassformer.adapters.families.qwen import QWEN1, QWEN2, QWEN3
-from glassformer.adapters.families.relatives import (
-    ARCEE,
-    EXAONE4,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GLM4,
-    GRANITE,
-    HUNYUAN,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-)
-from glassformer.adapters.families.translators import TRANSLATORS
 from glassformer.adapters.table import Family
 
 #: Families with an adapter that adds nothing to `NativeAdapter` but its name.
 NAMED = {
-    "gemma": (GEMMA, GEMMA2, GEMMA3),
-    "exaone": (EXAONE4,),
-    "phi": (PHI, PHI3),
-    "olmo": (OLMO2, OLMO3, OLMOE),
-    "granite": (GRANITE, GRANITE_MOE),
-    "glm": (GLM, GLM4),
-    "gpt-neox": (NEOX_FAMILY,),
-    "gpt-oss": (GPT_OSS,),
-    "stablelm": (STABLELM,),
-    "falcon": (FALCON,),
-    "bloom": (BLOOM,),
-    "mpt": (MPT,),
-    "cohere": (COHERE, COHERE2),
+    "gemma": (relatives.GEMMA, relatives.GEMMA2, relatives.GEMMA3),
+    "exaone": (relatives.EXAONE4,),
+    "phi": (layernorm.PHI, relatives.PHI3),
+    "olmo": (relatives.OLMO2, relatives.OLMO3, experts.OLMOE),
+    "granite": (relatives.GRANITE, experts.GRANITE_MOE),
+    "glm": (relatives.GLM, relatives.GLM4),
+    "gpt-neox": (layernorm.NEOX_FAMILY,),
+    "gpt-oss": (experts.GPT_OSS,),
+    "stablelm": (layernorm.STABLELM,),
+    "falcon": (layernorm.FALCON,),
+    "bloom": (layernorm.BLOOM,),
+    "mpt": (layernorm.MPT,),
+    "cohere": (layernorm.COHERE, layernorm.COHERE2),
 }
 
 #: All of them, by architecture type.
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "qwen": (QWEN2, QWEN3, QWEN1, QWEN2_MOE, QWEN3_MOE),
-    "llama": (LLAMA, MISTRAL, MIXTRAL, MINISTRAL, SEED_OSS, ERNIE, ARCEE, HUNYUAN, SMOLLM3),
-    "gpt2": (GPT2, GPT_NEO, GPT_J, OPT),
-    "starcoder": (BIGCODE, STARCODER2),
-    "encoder": ENCODERS,
-    "translator": TRANSLATORS,
+    "qwen": (qwen.QWEN2, qwen.QWEN3, qwen.QWEN1, experts.QWEN2_MOE, experts.QWEN3_MOE),
+    "llama": (
+        llama.LLAMA,
+        llama.MISTRAL,
+        experts.MIXTRAL,
+        llama.MINISTRAL,
+        llama.SEED_OSS,
+        llama.ERNIE,
+        relatives.ARCEE,
+        relatives.HUNYUAN,
+        relatives.SMOLLM3,
+    ),
+    "gpt2": (gpt2.GPT2, gpt2.GPT_NEO, gpt2.GPT_J, gpt2.OPT),
+    "starcoder": (layernorm.BIGCODE, layernorm.STARCODER2),
+    "encoder": encoders.ENCODERS,
+    "translator": translators.TRANSLATORS,
     **NAMED,
 }
 

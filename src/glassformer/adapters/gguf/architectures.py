@@ -9,42 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from glassformer.adapters.families.experts import (
-    GPT_OSS,
-    GRANITE_MOE,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
-from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.layernorm import (
-    BIGCODE,
-    BLOOM,
-    COHERE,
-    COHERE2,
-    FALCON,
-    MPT,
-    NEOX_FAMILY,
-    PHI,
-    STABLELM,
-    STARCODER2,
-)
-from glassformer.adapters.families.llama import ERNIE, LLAMA, SEED_OSS
-from glassformer.adapters.families.qwen import QWEN2, QWEN3
-from glassformer.adapters.families.relatives import (
-    ARCEE,
-    EXAONE4,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM4,
-    GRANITE,
-    HUNYUAN,
-    OLMO2,
-    PHI3,
-    SMOLLM3,
-)
+from glassformer.adapters.families import experts, gpt2, layernorm, llama, qwen, relatives
 from glassformer.adapters.table import Family
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -215,29 +180,29 @@ GEMMAS: dict[str, Any] = {
 #: By GGUF's name. llama.cpp's own Llama reads Mistral's files too, without their window.
 ARCHITECTURES = {
     "llama": Architecture(
-        LLAMA,
+        llama.LLAMA,
         turned=True,
         biases=GATED_BIASES,
     ),
-    "qwen2": Architecture(QWEN2),
-    "qwen3": Architecture(QWEN3, widths=("head_dim",)),
+    "qwen2": Architecture(qwen.QWEN2),
+    "qwen3": Architecture(qwen.QWEN3, widths=("head_dim",)),
     "granite": Architecture(
-        GRANITE,
+        relatives.GRANITE,
         turned=True,
         numbers=MULTIPLIERS,
         biases=GATED_BIASES,
     ),
     "granitemoe": Architecture(
-        GRANITE_MOE,
+        experts.GRANITE_MOE,
         turned=True,
         wholes=LOCAL_SPARSE,
         numbers=MULTIPLIERS,
         biases={"attention_bias": Q_BIAS},
     ),
-    "olmo2": Architecture(OLMO2, parts=AFTER),
-    "olmoe": Architecture(OLMOE, wholes=SPARSE, fixed={"norm_topk_prob": False}),
+    "olmo2": Architecture(relatives.OLMO2, parts=AFTER),
+    "olmoe": Architecture(experts.OLMOE, wholes=SPARSE, fixed={"norm_topk_prob": False}),
     "qwen2moe": Architecture(
-        QWEN2_MOE,
+        experts.QWEN2_MOE,
         wholes=SPARSE
         | WIDE_EXPERTS
         | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
@@ -245,25 +210,25 @@ ARCHITECTURES = {
         biases={"qkv_bias": Q_BIAS},
     ),
     "qwen3moe": Architecture(
-        QWEN3_MOE,
+        experts.QWEN3_MOE,
         wholes=SPARSE | WIDE_EXPERTS,
         fixed=EVERY_LAYER | {"norm_topk_prob": True},
         widths=("head_dim",),
     ),
     "starcoder2": Architecture(
-        STARCODER2,
+        layernorm.STARCODER2,
         eps=("norm_epsilon", LAYER_NORM),
         fixed={"sliding_window": None, "use_bias": True},
     ),
     "stablelm": Architecture(
-        STABLELM,
+        layernorm.STABLELM,
         eps=("layer_norm_eps", LAYER_NORM),
         flags={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": Q_BIAS},
         part="partial_rotary_factor",
     ),
     "gptneox": Architecture(
-        NEOX_FAMILY,
+        layernorm.NEOX_FAMILY,
         eps=("layer_norm_eps", LAYER_NORM),
         flags={"use_parallel_residual": "use_parallel_residual"},
         parts=FUSED,
@@ -271,58 +236,60 @@ ARCHITECTURES = {
         part="rotary_pct",
     ),
     "command-r": Architecture(
-        COHERE,
+        layernorm.COHERE,
         eps=("layer_norm_eps", LAYER_NORM),
         numbers={"logit_scale": "logit_scale"},
         biases={"attention_bias": Q_BIAS},
         turned=True,
     ),
     "phi3": Architecture(
-        PHI3, parts={"attn_qkv": QKV, "ffn_up": GATES}, part="partial_rotary_factor"
+        relatives.PHI3, parts={"attn_qkv": QKV, "ffn_up": GATES}, part="partial_rotary_factor"
     ),
     "glm4": Architecture(
-        GLM4,
+        relatives.GLM4,
         parts=AROUND | {"ffn_up": GATES},
         biases={"attention_bias": Q_BIAS},
         widths=("head_dim",),
         part="partial_rotary_factor",
         turned=True,
     ),
-    "gemma2": Architecture(GEMMA2, numbers=CAPS, **GEMMAS),
+    "gemma2": Architecture(relatives.GEMMA2, numbers=CAPS, **GEMMAS),
     "gemma3": Architecture(
-        GEMMA3,
+        relatives.GEMMA3,
         fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None},
         **GEMMAS,
     ),
-    "gemma": Architecture(GEMMA, widths=("head_dim",), shifted=True),
+    "gemma": Architecture(relatives.GEMMA, widths=("head_dim",), shifted=True),
     "mixtral": Architecture(
-        MIXTRAL,
+        experts.MIXTRAL,
         called="llama",
         turned=True,
         wholes=LOCAL_SPARSE,
         fixed={"sliding_window": None},
     ),
     "arcee": Architecture(
-        ARCEE,
+        relatives.ARCEE,
         turned=True,
         biases={"attention_bias": Q_BIAS, "mlp_bias": "blk.0.ffn_up.bias"},
     ),
     "seed_oss": Architecture(
-        SEED_OSS,
+        llama.SEED_OSS,
         parts={"post_attention_norm": "ffn_norm"},
         biases={"attention_bias": Q_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
         widths=("head_dim",),
     ),
-    "ernie4_5": Architecture(ERNIE, turned=True, biases={"use_bias": Q_BIAS}, widths=("head_dim",)),
+    "ernie4_5": Architecture(
+        llama.ERNIE, turned=True, biases={"use_bias": Q_BIAS}, widths=("head_dim",)
+    ),
     "exaone4": Architecture(
-        EXAONE4,
+        relatives.EXAONE4,
         parts=AFTER,
         fixed={"sliding_window": None},
     ),
-    "hunyuan-dense": Architecture(HUNYUAN, fixed={"attention_bias": False}),
-    "smollm3": Architecture(SMOLLM3, turned=True),
+    "hunyuan-dense": Architecture(relatives.HUNYUAN, fixed={"attention_bias": False}),
+    "smollm3": Architecture(relatives.SMOLLM3, turned=True),
     "cohere2": Architecture(
-        COHERE2,
+        layernorm.COHERE2,
         eps=("layer_norm_eps", LAYER_NORM),
         numbers={"logit_scale": "logit_scale"},
         biases={"attention_bias": Q_BIAS},
@@ -330,7 +297,7 @@ ARCHITECTURES = {
         window=True,
     ),
     "gpt-oss": Architecture(
-        GPT_OSS,
+        experts.GPT_OSS,
         wholes=LOCAL_SPARSE | {"expert_feed_forward_length": "intermediate_size"},
         parts={"post_attention_norm": "ffn_norm"},
         biases={"attention_bias": Q_BIAS},
@@ -339,26 +306,26 @@ ARCHITECTURES = {
         translated=gpt_oss_config,
     ),
     "phi2": Architecture(
-        PHI,
+        layernorm.PHI,
         eps=("layer_norm_eps", LAYER_NORM),
         parts=FUSED,
         part="partial_rotary_factor",
     ),
     "falcon": Architecture(
-        FALCON,
+        layernorm.FALCON,
         eps=("layer_norm_epsilon", LAYER_NORM),
         parts=falcon_parts,
         translated=falcon_config,
     ),
     "bloom": Architecture(
-        BLOOM,
+        layernorm.BLOOM,
         eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
         rotary=False,
         translated=bloom_config,
     ),
     "mpt": Architecture(
-        MPT,
+        layernorm.MPT,
         eps=("layer_norm_epsilon", LAYER_NORM),
         numbers={"attention.max_alibi_bias": "alibi_bias_max"},
         parts=FUSED,
@@ -366,14 +333,14 @@ ARCHITECTURES = {
         translated=mpt_config,
     ),
     "gpt2": Architecture(
-        GPT2,
+        gpt2.GPT2,
         eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
         rotary=False,
         translated=gpt2_config,
     ),
     "starcoder": Architecture(
-        BIGCODE,
+        layernorm.BIGCODE,
         eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
         rotary=False,

@@ -194,7 +194,7 @@ def _open(
     path: str, request: "Request", *, draft: str | None, device: str, large_pages: bool
 ) -> "tuple[ModelSpec, Stepper]":
     """Open a model and what decodes with it: without torch where the same comes out of it."""
-    if draft is None and device == "cpu" and request.is_plainly_greedy:
+    if draft is None and device == "cpu" and request.is_for_arrays:
         from glassformer.adapters.array_model import open_stepper
 
         found = open_stepper(path, unpacks=large_pages, kv_cache=request.step.kv_cache)
@@ -240,7 +240,6 @@ def _stream(
     *,
     as_json: bool,
 ) -> None:
-    from glassformer.generation.stepping import facts_of
     from glassformer.generation.streaming import Collected, stream
 
     spec = request.decoding
@@ -254,7 +253,7 @@ def _stream(
             print(new.text, end="", flush=True)
     one = made.result(made.text)
     result = {"text": one.text, "tokens": one.tokens, "logprobs": one.logprobs}
-    facts = facts_of(stepper)
+    facts = stepper.facts
     counts = {} if facts is None else {"speculation": asdict(facts)}
     print(json.dumps(result | {"finish": one.finish} | counts) if as_json else "")
     if facts is not None and not as_json:
@@ -349,23 +348,41 @@ def open_conversation(
 ) -> "Conversation":
     """Open a model for a chat: its folder's own sampling settings, then the options given.
 
-    `options` are decoding options by name; a chat takes `chat_options`. Torch keeps the
-    number of threads that suits the model: a chat lasts as long as the command.
+    `options` are decoding options by name; a chat takes `chat_options`. The number of threads that
+    suits the model is kept: a chat lasts as long as the command.
     """
     _refuse_foreign(options)
+    steps = {each.name for each in options_of(StepSpec)}
+    step = StepSpec(**{name: value for name, value in options.items() if name in steps})
+    switches = dict(map(template_option, template_options))
     with opening():
-        import torch
-
-        from glassformer.adapters.load import load
-        from glassformer.kernels.threads import check_threads, threads_of_decoding
+        from glassformer.adapters.folder.paths import folder_of, load_tokenizer
+        from glassformer.kernels.threads import check_threads, take, threads_of_decoding
 
         device = check_device(device)
         check_threads(threads)
+        if device == "cpu" and step == StepSpec(kv_cache=step.kv_cache):
+            from glassformer.adapters.array_model import open_stepper
+            from glassformer.adapters.chat.begin import begin_chat
+
+            found = open_stepper(path, kv_cache=step.kv_cache, in_turns=True)
+            if found is not None:
+                spec, stepper = found
+                take(threads_of_decoding(spec, asked=threads, device=device))
+                return begin_chat(
+                    folder_of(path),
+                    load_tokenizer(path),
+                    lambda _: stepper,
+                    vocab_size=spec.vocab_size,
+                    system=system,
+                    template_options=switches,
+                    options=options,
+                )
+        from glassformer.adapters.load import load
+
         adapter = load(path).to(device)
-    torch.set_num_threads(threads_of_decoding(adapter.spec, asked=threads, device=device))
-    return adapter.chat(
-        system=system, template_options=dict(map(template_option, template_options)), **options
-    )
+    take(threads_of_decoding(adapter.spec, asked=threads, device=device))
+    return adapter.chat(system=system, template_options=switches, **options)
 
 
 def _refuse_foreign(options: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from glassformer.generation.array_samplers import SamplingChooser
 from glassformer.generation.choosing import Chooser, LikeliestChooser
 from glassformer.generation.fast.program import (
     BUFFERS,
@@ -36,6 +37,9 @@ from glassformer.kernels.large_pages import empty
 from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
+
+if TYPE_CHECKING:  # which imports torch
+    from glassformer.generation.fast.prompt_cache import PromptCache
 
 # B rows, V vocab
 
@@ -295,6 +299,8 @@ class ArrayStepper(RewindingStepper):
         self._prepare()
         self._write(model, source)
 
+    _kept: "PromptCache | None" = None  # a subclass may keep prompts on disk
+
     def _prepare(self) -> None:
         self._step = _Step()
         self._greedy = _Greedy()
@@ -319,15 +325,34 @@ class ArrayStepper(RewindingStepper):
         return numbers
 
     def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
-        """Return the greedy choice in C; without torch there is no other."""
-        if count or not LikeliestChooser.covers(spec):
-            raise InputError("plain arrays are decoded greedily", hint="NativeStepper samples too")
-        return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
+        """Return the greedy choice in C where that is all; else every rule, over arrays."""
+        if count:
+            raise InputError("plain arrays have no list of likeliest tokens", hint="NativeStepper")
+        if LikeliestChooser.covers(spec):
+            return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
+        return SamplingChooser(
+            spec, prompts, vocab_size=self.vocab_size, logprobs=logprobs, array=self._out
+        )
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Any, NativePast]:
         """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
         past = self._begun(prompts)
         return self.read(prompts.tokens, past=past), past
+
+    def _begin(
+        self,
+        prompts: Prompts,
+        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
+        past: NativePast,
+    ) -> Any:
+        """Read prompts into empty rows; `found` is what a subclass has kept of them."""
+        return self.read(prompts.tokens, past=past)
+
+    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
+        """Keep prompts for later; arrays have no folder for them."""
+
+    def _notice_new_weights(self) -> None:
+        """Follow weights that have changed; arrays do not."""
 
     def _begun(self, prompts: Prompts) -> NativePast:
         """Return a past of empty rows, with their sources read."""

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glassformer.generation.choosing import Chooser, LikeliestChooser
+from glassformer.generation.choosing import Chooser
 from glassformer.generation.fast.from_model import ModelSource, why_not
 from glassformer.generation.fast.native import ArrayStepper, NativePast
 from glassformer.generation.fast.program import PAGE
@@ -57,10 +57,9 @@ class NativeStepper(ArrayStepper):
         return torch.from_numpy(numbers)
 
     def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
-        """Return the greedy choice in C where that is all; else every rule."""
-        if not count and LikeliestChooser.covers(spec):
-            return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
-        return RewindingStepper.chooser(self, spec, prompts, logprobs=logprobs, count=count)
+        """Return what an `ArrayStepper` has, or lists of the likeliest tokens too."""
+        choose = RewindingStepper.chooser if count else ArrayStepper.chooser
+        return choose(self, spec, prompts, logprobs=logprobs, count=count)
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
         """Read the prompts in blocks, from where they differ from what is kept."""

@@ -361,7 +361,7 @@ class Program:
 
     def product(
         self,
-        weight_OI: Array,
+        weight_OI: Array | PackedMatrix | IntegerMatrix,
         bias_O: Array | None,
         source: int,
         to: int,
@@ -370,89 +370,46 @@ class Program:
         row: int = 0,
         onto: bool = False,
     ) -> None:
-        """Add x W^T + b, written to (or onto) a row of `row` numbers from number `first` on."""
-        weight, half = self.kept(weight_OI)
-        matrix = self.matrix(weight, weight.shape, bias_O, int(half))
-        self._floating(matrix, source, to, first=first, row=row, onto=onto)
+        """Add x W^T + b, written to (or onto) a row of `row` numbers from number `first` on.
 
-    def matrix(
-        self, data: Array, shape: tuple[int, ...], bias_O: Array | None, form: int
-    ) -> _Floating:
+        Weights in a file's own blocks give the bits of the unpacked ones; rows of a quantized layer
+        pass through a buffer of their own.
+        """
+        outputs, inputs = weight_OI.shape
+        if isinstance(weight_OI, np.ndarray | PackedMatrix):
+            matrix = self.matrix(weight_OI, bias_O)
+            reads: dict[str, Any] = {
+                "form": min(matrix.form, 1),
+                "weight": ctypes.addressof(matrix),
+            }
+        else:
+            self.widths[APART_ROWS] = max(self.widths[APART_ROWS], outputs)
+            self._kept.append(weight_OI)
+            reads = {"form": INTEGER, "weight": weight_OI.address, "groups": APART_ROWS}
+            reads |= {"bias": self.floats(bias_O)}
+        size = (inputs, row or outputs)
+        self.add(PRODUCT, source, to, size, first=first, width=outputs, onto=onto, **reads)
+
+    def matrix(self, weight_OI: Array | PackedMatrix, bias_O: Array | None) -> _Floating:
         """Return what C reads of a matrix; all of it is kept as long as this program."""
-        made = _Floating(data.ctypes.data, self.floats(bias_O), *shape, form)
+        if isinstance(weight_OI, PackedMatrix):
+            data, form = weight_OI.data, PACKED + weight_OI.kind
+        else:
+            data, form = self.kept(weight_OI)
+        made = _Floating(data.ctypes.data, self.floats(bias_O), *weight_OI.shape, form)
         self._kept += (data, made)
         return made
 
-    def _floating(
-        self, matrix: _Floating, source: int, to: int, *, first: int, row: int, onto: bool
-    ) -> None:
-        inputs, outputs = matrix.inputs, matrix.outputs
-        self.add(
-            PRODUCT,
-            source,
-            to,
-            (inputs, row or outputs),
-            form=min(matrix.form, 1),
-            first=first,
-            width=outputs,
-            weight=ctypes.addressof(matrix),
-            onto=onto,
-        )
-
-    def integer(
-        self,
-        weight: IntegerMatrix,
-        bias_O: Array | None,
-        source: int,
-        to: int,
-        *,
-        first: int = 0,
-        row: int = 0,
-        onto: bool = False,
-    ) -> None:
-        """Add a quantized layer's product; its rows pass through a buffer of their own."""
-        outputs, inputs = weight.shape
-        self.widths[APART_ROWS] = max(self.widths[APART_ROWS], outputs)
-        self._kept.append(weight)
-        self.add(
-            PRODUCT,
-            source,
-            to,
-            (inputs, row or outputs),
-            form=INTEGER,
-            first=first,
-            width=outputs,
-            groups=APART_ROWS,
-            weight=weight.address,
-            bias=self.floats(bias_O),
-            onto=onto,
-        )
+    def weight(self, name: str) -> Array | PackedMatrix | IntegerMatrix:
+        """Return a layer's weight as it is stored."""
+        for stored in (self.source.integer(name), self.source.packed(name)):
+            if stored is not None:
+                return stored
+        return self.array(f"{name}.weight")
 
     def linear(self, name: str, source: int, to: int, **rest: Any) -> None:
         """Add a layer's product."""
-        bias = self.source.array(f"{name}.bias")
-        if (weight := self.source.integer(name)) is not None:
-            self.integer(weight, bias, source, to, **rest)
-            return
-        if (blocks := self.source.packed(name)) is not None:
-            self.packed_product(blocks, bias, source, to, **rest)
-            return
-        self.product(self.array(f"{name}.weight"), bias, source, to, **rest)
-
-    def packed_product(
-        self,
-        weight: PackedMatrix,
-        bias_O: Array | None,
-        source: int,
-        to: int,
-        *,
-        first: int = 0,
-        row: int = 0,
-        onto: bool = False,
-    ) -> None:
-        """Add a product with weights in a file's own blocks: the bits of the unpacked ones."""
-        matrix = self.matrix(weight.data, weight.shape, bias_O, PACKED + weight.kind)
-        self._floating(matrix, source, to, first=first, row=row, onto=onto)
+        self.product(self.weight(name), self.source.array(f"{name}.bias"), source, to, **rest)
 
     def adjust(
         self,
@@ -487,7 +444,7 @@ class Program:
             self.add(EMBED, X, X, (D, D), number=scale, **table)
             return
         if (blocks := self.source.packed(name)) is not None:
-            matrix = self.matrix(blocks.data, blocks.shape, None, PACKED + blocks.kind)
+            matrix = self.matrix(blocks, None)
             table = {"form": BLOCKS, "weight": ctypes.addressof(matrix)}
             self.add(EMBED, X, X, (D, D), number=scale, **table)
             return
@@ -738,15 +695,11 @@ class Program:
         bias, embed = self.source.array(f"{name}.bias"), f"{self.prefix}embed"
         if not is_tied(head):
             self.linear(name, final, LOGITS)
-        elif (weight := self.source.integer(embed)) is not None:
-            self.integer(weight, bias, final, LOGITS)
-        elif (blocks := self.source.packed(embed)) is not None:
-            self.packed_product(blocks, bias, final, LOGITS)
         elif isinstance(self.model.embedding, spec.FactorizedEmbedding):
             self.product(self.array(f"{embed}.v"), None, final, NARROW)
             self.product(self.array(f"{embed}.u"), bias, NARROW, LOGITS)
         else:
-            self.product(self.array(f"{embed}.weight"), bias, final, LOGITS)
+            self.product(self.weight(embed), bias, final, LOGITS)
         if head.scale != 1.0 or head.softcap is not None:
             size = self.widths[LOGITS]
             self.adjust(LOGITS, LOGITS, size, factor=head.scale, cap=head.softcap)
