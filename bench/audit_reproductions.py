@@ -234,7 +234,7 @@ def second_turn(model: Model) -> float:
 
 
 def window(model: Model) -> float:
-    """With a sliding window of 4: token by token, and all at once."""
+    """Compare decoding token by token with one pass, with a sliding window of 4."""
     config = copy.deepcopy(model.config)
     name = next(
         n for n in ("sliding_window", "attention_window_size", "window_size") if hasattr(config, n)

@@ -105,7 +105,7 @@ print(first, time.perf_counter() - began)
 
 
 def starts(folder: Path, case: str) -> Iterator[Row]:
-    """From the call to the first batch, and to the end of the first step of `glass train lm`."""
+    """Time the first batch, and the first step of `glass train lm`, from the call on."""
     times = []
     for _ in range(3):
         with TemporaryDirectory() as runs:

@@ -30,7 +30,7 @@ from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask
 from glassformer.spec.train import CosineSchedule, RunSpec, TrainSpec
 
 STEPS, KILLS = 20, 10
-#: Of an H200: what our compiled step reached (`bench training`), and NVLink one way, data sheet.
+#: What our compiled step reached on an H200 (`bench training`), and its NVLink one way, data sheet.
 TFLOPS, GIGABYTES = 436.0, 450.0
 
 
@@ -165,7 +165,7 @@ def command(run: Path, *, name: str, ranks: int, more: tuple[str, ...] = ()) -> 
 
 
 def environment() -> dict[str, str]:
-    """Without the setting, processes that are started again meet in the store of the dead."""
+    """The variables of a process: restarted ones must not meet in the store of those that died."""
     return {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -30,7 +30,7 @@ BLUE, RED, GREY = "#2a6f97", "#c1443c", "#8a8a8a"
 
 
 def attention() -> Figure:
-    """With and without the scale: how sharp a fresh row is, and what passes back through it."""
+    """How sharp a fresh row is, and what passes back through it, with and without the scale."""
     figure, (sharp, back) = _panels(2)
     widths = [2**power for power in range(1, 10)]
     for scaled, colour, name in ((False, RED, "q·k"), (True, BLUE, "q·k / √d_k")):

@@ -84,7 +84,7 @@ def no_residual(spec: ModelSpec) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def always_edited(model: Model, edits: Mapping[str, Edit]) -> None:
-    """From now on the model computes with these edits, in training and after it."""
+    """Make the model compute with these edits from now on, in training and after it."""
     taps = Taps(edit=edits)
     taps.check(model.spec)
     plain = model.hidden

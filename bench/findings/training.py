@@ -21,7 +21,7 @@ from glassformer.spec.manifest import count_parameters
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine
 
-#: So many steps in a row that were not finite end a run.
+#: The number of steps in a row that were not finite after which a run ends.
 GIVE_UP = 20
 #: Examples of the training split that are looked at, to tell what was learned from what was kept.
 SEEN = 2_000

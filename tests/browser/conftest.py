@@ -24,6 +24,7 @@ from playwright.sync_api import (
     ConsoleMessage,
     Page,
     Request,
+    expect,
     sync_playwright,
 )
 
@@ -31,6 +32,9 @@ from glassformer.web.app.server import create_app
 from glassformer.web.app.workspace import Workspace
 from tests.browser.laboratory import shared_laboratory
 
+#: Milliseconds that are waited for a page: no claim of ours, but a busy machine may need them.
+PATIENCE = 60_000
+expect.set_options(timeout=PATIENCE)
 SCREENS = Path(__file__).parents[2] / "build" / "screens"
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -111,7 +115,7 @@ def new_context(browser: Browser, theme: str) -> BrowserContext:
     context = browser.new_context(
         reduced_motion="reduce", permissions=["clipboard-read", "clipboard-write"]
     )
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(PATIENCE)
     context.add_init_script(
         f"localStorage.getItem('glass-theme') ?? localStorage.setItem('glass-theme', '{theme}')"
     )

@@ -21,7 +21,7 @@ from tests.budget.faults import FAULTS
 from tests.checks.faults import planted
 from tests.costs import test_costs
 
-#: Without shrinking: a red check has said enough.
+#: Failing examples are not shrunk: a red check has said enough.
 SEARCHED = settings(
     max_examples=300,
     phases=[Phase.generate],

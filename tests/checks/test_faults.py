@@ -23,26 +23,19 @@ def findings_of(caught_by: str, preset: str):
     return [run_subject_check(check, sample_subject(preset))]
 
 
-@pytest.fixture(scope="module")
-def sound():
-    """Checks that were seen green without a fault: once before their first, once after the last."""
-    seen = {}
-    yield seen
-    for caught_by, preset in seen:
-        found = findings_of(caught_by, preset)
-        assert not any(f.failed for f in found), f"a fault was not taken out: {found}"
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault: Fault, sound):
-    examined = fault.caught_by, fault.preset
-    if examined not in sound:
-        sound[examined] = findings_of(*examined)
-    assert not any(f.failed for f in sound[examined]), "red before the fault was planted"
+def test_every_fault_is_caught(fault: Fault):
     with planted(fault):
-        found = findings_of(*examined)
+        found = findings_of(fault.caught_by, fault.preset)
     assert any(f.failed for f in found), found
     assert all(f.verdict == "bug" for f in found if f.failed), found
+
+
+@pytest.mark.parametrize(("check", "preset"), sorted({(f.caught_by, f.preset) for f in FAULTS}))
+def test_a_check_is_green_once_its_faults_are_taken_out(check, preset):
+    """It was red because of them alone, and nothing of them is left behind."""
+    found = findings_of(check, preset)
+    assert not any(f.failed for f in found), found
 
 
 def test_there_are_enough_faults_with_names_of_their_own():

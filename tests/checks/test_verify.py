@@ -30,10 +30,13 @@ from tests.checks import foreign
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_passes(name):
+def test_every_preset_passes_and_torchs_generator_is_left_alone(name):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
     report = verify(sample_subject(name))
     assert report.failed == 0, str(report)
     assert report.passed >= 13
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_our_parts_pass_in_both_precisions():
@@ -219,13 +222,6 @@ def test_what_was_not_offered_is_listed_by_reason_on_lines_that_fit():
         f.name for f in silent
     }
     assert all(f.name in read[f.note].split("; ") for f in silent)
-
-
-def test_verify_leaves_torchs_generator_alone():
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    verify(sample_subject("seq2seq"))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_callers_threads_are_given_back():

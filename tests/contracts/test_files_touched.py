@@ -1,5 +1,6 @@
 """Adding a page or a check touches few files: the ones that its docs page names, counted here."""
 
+import functools
 import re
 
 from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
@@ -13,10 +14,15 @@ PAGE = re.compile(
 )
 
 
-def spelled(folder, pattern):
+@functools.cache
+def texts(folder):
+    """The text of every source file below, by its path."""
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".js", ".css")]
-    found = [path for path in files if pattern.search(path.read_text(encoding="utf-8"))]
-    return {path.relative_to(ROOT).as_posix() for path in found}
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def spelled(folder, pattern):
+    return {name for name, text in texts(folder).items() if pattern.search(text)}
 
 
 def named_in(page):

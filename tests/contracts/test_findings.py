@@ -252,6 +252,8 @@ class Here:
 
 
 def test_a_sweep_at_one_size_is_ranked_by_bits_and_by_exams(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog again and again\n" * 300)
     tiny = {
         "what": "text",
         "vary": {"train.lr": ["1e-3", "1e-2"]},
@@ -261,7 +263,8 @@ def test_a_sweep_at_one_size_is_ranked_by_bits_and_by_exams(tmp_path, monkeypatc
             "train.evaluate_every=2",
             "train.evaluate_examples=4",
             "train.probes=0",
-            "task.vocab_size=300",
+            f"task.path={text}",
+            "task.vocab_size=270",
             "task.length=32",
             "model.d_model=8",
         ],

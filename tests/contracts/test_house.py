@@ -96,7 +96,7 @@ def imports(module: str) -> frozenset[str]:
             assert node.level == 0, "imports are absolute"
             base = node.module or ""
             below = {f"{base}.{alias.name}" for alias in node.names}
-            found |= (below & FILES.keys()) or {base}
+            found |= {name for name in below if name in FILES} or {base}
     return frozenset(found)
 
 
@@ -334,6 +334,7 @@ ONE_IMPORTER = {
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
+    "generation.array_samplers": "the rules without torch; samplers has them with torch",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.array_model": "opens a model without torch; load, beside it, is the door with torch",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
@@ -351,7 +352,6 @@ ONE_IMPORTER = {
     "data.tasks.seq2seq": "two tasks; build_task is the table",
     "generation.fast.recorded": "steps as CUDA graphs; the stepper is about memory and batches",
     "generation.fast.warm": "the step of conversations, over the native one; adapters begin them",
-    "generation.fast.prompt_cache": "files of prompts; the native step reads and writes them",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",
     "lab.runs.stack": "many runs as one, public through sweeps; it reads beside the run alone",
     "lens.measure.contributions": "a measurement; inspection offers it",

@@ -144,7 +144,7 @@ def put(node: Any, field: str, value: Any) -> None:
     object.__setattr__(node, field, value)
 
 
-#: Of each union of a model: its members, and the ways to put one into a spec.
+#: The members of each union of a model, and the ways to put one into a spec.
 MODEL_UNIONS: dict[str, tuple[UnionType, dict[str, Callable[[ModelSpec, Any], None]]]] = {
     "position": (Position, {"": lambda model, one: put(model, "position", one)}),
     "norm": (

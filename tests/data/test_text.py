@@ -200,7 +200,7 @@ def test_a_spec_that_cannot_be():
 
 
 def test_one_huge_line_is_learned_from_in_parts(tmp_path):
-    """Without a space, too: learning takes a time that grows with the text, not with its square."""
+    """Learning takes time in proportion to the text, not to its square, even without a space."""
     (tmp_path / "spaces.txt").write_text("many words on one line " * 9_000)
     (tmp_path / "none.txt").write_text("abcde" * 60_000)
     task = Text(spec(tmp_path))

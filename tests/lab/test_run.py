@@ -358,11 +358,19 @@ class FullDisk:
         self.real(handle)
 
 
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """The same run to its end, and stopped after 6 steps."""
+    folder = tmp_path_factory.mktemp("two-runs")
+    trained(sample("torch", KEPT), folder / "whole")
+    trained(sample("torch", KEPT), folder / "stopped", stop_at=6)
+    return folder
+
+
 @pytest.mark.parametrize("after", range(0, 40, 3))
-def test_a_full_disk_is_told_and_harms_nothing(after, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_harms_nothing(after, two_runs, tmp_path, monkeypatch):
     """Whichever write fails: the error says so, and the run goes on to the same bits later."""
-    trained(sample("torch", KEPT), tmp_path / "whole")
-    trained(sample("torch", KEPT), tmp_path / "run", stop_at=6)
+    shutil.copytree(two_runs / "stopped", tmp_path / "run", symlinks=True)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", FullDisk(after))
         with pytest.raises(MachineError) as caught:
@@ -374,7 +382,7 @@ def test_a_full_disk_is_told_and_harms_nothing(after, tmp_path, monkeypatch):
     assert directory.newest_whole()[0] >= 6
     assert not list(directory.checkpoints.glob(".tmp-*"))
     resumed(tmp_path / "run")
-    assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
+    assert_same(outcome(tmp_path / "run"), outcome(two_runs / "whole"))
 
 
 def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):

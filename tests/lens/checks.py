@@ -131,7 +131,7 @@ def silence_after(model, label):
 
 
 def post_norm_rows_are_read_as_they_stand():
-    """Without a final norm, a row is the head's reading of the residual itself."""
+    """A row is the head's reading of the residual itself where there is no final norm."""
     for name in ("post-norm", "post encoder-decoder"):
         model, inputs = model_of(name), inputs_of(name)
         seen = inspect(model, inputs)

@@ -325,7 +325,7 @@ def test_the_target_is_causal_and_the_source_is_seen_whole():
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_every_decoder_layer_reads_the_memory(layer):
-    """With every other cross-attention silenced, the source still changes the answer."""
+    """The source still changes the prediction with every other cross-attention ablated."""
     model = built(PAIR)
     tokens = token_ids(B, T)
     silent = {f"decoder.blocks.{1 - layer}.cross.out": torch.zeros(B, T, D_MODEL)}
@@ -441,7 +441,7 @@ def test_layers_may_differ_in_their_heads_under_alibi():
 
 
 def test_an_encoder_is_biased_both_ways_and_cross_attention_not_at_all():
-    """Without learned scores the weights show the bias alone."""
+    """The weights show the bias alone where nothing else is scored."""
     model = built(tiny(position=ALiBi(), encoder=True, layers=1))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -330,7 +330,7 @@ def test_every_fault_is_caught(fault):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_corrected_product_is_the_sum_of_two(bias):
-    """As compiled GPU code computes it, with its gradients: none for what is frozen."""
+    """The product of compiled GPU code and its gradients: none for what is frozen."""
     weight, factor, x, low = noise(7, 5), noise(7, 3), noise(2, 4, 5), noise(2, 4, 3)
     shift = noise(7) if bias else None
     trained = [part.requires_grad_() for part in (x, low, factor)]

@@ -34,7 +34,7 @@ class Bench:
 
     @contextmanager
     def written(self) -> Iterator[Path]:
-        """And is."""
+        """A run that is being written, under its lock."""
         run = self.growing()
         with RunDirectory(run).locked():
             yield run

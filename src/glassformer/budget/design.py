@@ -42,7 +42,7 @@ RATIO_REACH, GLU_REACH = 0.05, 0.15
 RANKED_REACH = 0.01
 #: How far, as a factor, they may be from the best design's own shape where a wish is free.
 ASPECT_REACH = 2.0
-#: From this drift of the ratio on, the answer suggests dropping the wish.
+#: The drift of the ratio from which on the answer suggests dropping the wish.
 FAR = 0.1
 #: Widths are multiples that int4 takes if that adds at most this drift: FAR, in units.
 ROUNDING = FAR / RATIO_UNIT

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     trains: bool = False  # left out by --quick
 
 
-#: From cheap to dear.
+#: The kinds of findings, the cheapest to look for first.
 KINDS = (
     Kind("vocabulary", "data", examples.vocabulary),
     Kind("split leak", "data", examples.split_leak),

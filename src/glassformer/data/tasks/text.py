@@ -7,6 +7,7 @@ Bits per byte = nats per token / ln 2 / bytes per token: it compares across toke
 """
 
 import ast
+import functools
 import hashlib
 import platform
 import sys
@@ -92,12 +93,14 @@ def _files(path: Path) -> Iterator[Document]:
         ) from error
 
 
-def _manuals() -> Iterator[Document]:
-    """Yield docstrings of the standard library, and the topics of Python's own `help()`."""
+@functools.cache  # a second, and a sweep builds its task for each run
+def _manuals() -> tuple[Document, ...]:
+    """Return docstrings of the standard library, and the topics of Python's own `help()`."""
     from pydoc_data.topics import topics
 
-    for topic in sorted(topics):
-        yield Document(name=f"topic {topic}", content=topics[topic].encode())
+    found = [
+        Document(name=f"topic {topic}", content=topics[topic].encode()) for topic in sorted(topics)
+    ]
     library = Path(sysconfig.get_path("stdlib"))
     for module in sorted(sys.stdlib_module_names - SKIPPED):
         if module.startswith("_"):
@@ -105,7 +108,8 @@ def _manuals() -> Iterator[Document]:
         for file in (library / f"{module}.py", library / module / "__init__.py"):
             if file.is_file():
                 written = "\n\n".join(_docstrings(ast.parse(file.read_bytes())))
-                yield Document(name=f"module {module}", content=written.encode())
+                found.append(Document(name=f"module {module}", content=written.encode()))
+    return tuple(found)
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
