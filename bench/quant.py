@@ -45,6 +45,7 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.matmul import CHOICES, Product
+from glassformer.kernels.threads import taking
 from glassformer.lab.measure.precision import agree, cache_cost
 from glassformer.lab.quantize import (
     LENGTH,
@@ -151,19 +152,18 @@ def run(
     if asked is not None and asked.model is not None:
         measure = tuning if asked.tune else calibrations if asked.calibrations else quality
         measure = caches if asked.kv_cache else measure
-        yield from measure(asked, device=device)
+        with taking(asked.threads):
+            yield from measure(asked, device=device)
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
     parts = {"layers": layers, "10 M": small_model, "0.5 B": large_model}
     only = "" if asked is None else asked.only
-    threads = torch.get_num_threads()
-    for count in (1, 2) if device == "cpu" else (threads,):
-        torch.set_num_threads(count)
-        for name, part in parts.items():
-            if only in name:
-                yield from part(device=device, rounds=rounds)
-    torch.set_num_threads(threads)
+    for count in (1, 2) if device == "cpu" else (torch.get_num_threads(),):
+        with taking(count):
+            for name, part in parts.items():
+                if only in name:
+                    yield from part(device=device, rounds=rounds)
 
 
 @torch.no_grad()
@@ -172,7 +172,6 @@ def quality(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[
 
     On a GPU the reference computes, which has the bits of our C routines.
     """
-    torch.set_num_threads(asked.threads)
     adapter = load(asked.model, device=device)
     full = adapter.model.float().eval()
     found = _found(asked, adapter)
@@ -224,7 +223,6 @@ class Remembered:
 @torch.no_grad()
 def calibrations(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
     """A run of ours in int8 and int4, and by GPTQ on several samples of its training examples."""
-    torch.set_num_threads(asked.threads)
     run = run_of(asked.model)
     if run is None:
         raise InputError("not a run of ours, which has a task", where=asked.model)
@@ -427,7 +425,6 @@ def _alike(answers: list[list[int]], others: list[list[int]]) -> str:
 @torch.no_grad()
 def caches(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[str, object]]:
     """Keys and values in 8 bits beside float32: what they cost, and the time of a step."""
-    torch.set_num_threads(asked.threads)
     adapter = load(asked.model)
     model, run = adapter.model.eval(), run_of(asked.model)
     found = _found(asked, adapter) if run is None else of_task(assemble(run).task)

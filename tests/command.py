@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from glassformer.cli.main import main
 from glassformer.spec.own import forget_own_code
 
@@ -60,6 +62,7 @@ def _run(
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     signal.alarm(PATIENCE)
     warnings.resetwarnings()  # in pytest they are errors
+    torch.set_num_threads(1)  # a fork has no other thread: what waits for one would wait for ever
     forget_own_code()  # a new process has given none
     sys.argv = ["glass", *words]
     if folder is not None:

@@ -47,6 +47,14 @@ def pytest_runtest_setup() -> None:
         torch.cuda.manual_seed_all(SEED)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A test leaves one thread: a command that another test forks has no second one, and waits."""
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"{item.nodeid} left torch on {left} threads"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The browser last: its server lives on in a thread, and some tests fork."""
     items.sort(key=lambda item: "/browser/" in item.path.as_posix())
