@@ -319,28 +319,28 @@ def _makers(
 ) -> Iterator[tuple[str, Made]]:
     """Each scheme by name, and how the model is made in it, with its bytes.
 
-    The defaults are what `glass quantize` does, with and without `--calibrate`; with `every`, also
-    other grids, and quantization that leaves out smoothing or calibration.
+    The defaults are what `glass quantize` does, and with `--method mse`; with `every`, also other
+    grids, and quantization that leaves out smoothing or calibration.
     """
     own = ggml_quantizer() is not None
     specs = {
         "int8": QuantSpec(method="gptq"),
-        "int4": QuantSpec(scheme=Int4()),
-        "int4.5": quant_spec(bits=4.5),
+        "int4": QuantSpec(scheme=Int4(), method="gptq"),
+        "int4.5": quant_spec(bits=4.5, method="gptq"),
     }
     if own:
         spec = QuantSpec(scheme=Int4())
         bits = bits_within(full.spec, spec, gguf_bytes(full, "Q4_K_M"))
         if 4 < bits < 8:
-            specs["int4 and int8, the bytes of q4_k_m"] = quant_spec(bits=bits)
+            specs["int4 and int8, the bytes of q4_k_m"] = quant_spec(bits=bits, method="gptq")
+    sooner = {f"{name} by mse": replace(spec, method="mse") for name, spec in specs.items()}
     others = {
-        "int8 by mse": QuantSpec(method="mse"),
         "int4 by hqq": QuantSpec(scheme=Int4(), method="hqq"),
         "int8 per channel": QuantSpec(scheme=Int8(group=0)),
         "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
         "int4, head of 4 bits": QuantSpec(scheme=Int4(), head=Int4()),
     }
-    for name, spec in {**specs, **(others if every else {})}.items():
+    for name, spec in {**specs, **sooner, **(others if every else {})}.items():
         yield name, lambda s=spec: _sized(quantize_on(copy.deepcopy(full), calibrating, s)[0])
         if every and spec.mean_bits is None:
             yield (
@@ -359,15 +359,9 @@ def _makers(
                 )
         if spec.mean_bits is None and spec.resolved_method != "gptq":
             yield (
-                f"{name}, weights alone looked at",
+                f"{name}, of weights alone",
                 lambda s=spec: _sized(quantize_model(copy.deepcopy(full), s)),
             )
-    for name in [name for name in specs if name != "int8"]:
-        spec = replace(specs[name], method="gptq")
-        yield (
-            f"{name}, GPTQ on {tokens_of(calibrating):,} tokens",
-            lambda s=spec: _sized(quantize_on(copy.deepcopy(full), calibrating, s)[0]),
-        )
     for name in ("Q8_0", "Q5_0", "Q4_1", "Q4_0", *(("Q4_K_M",) if own else ())):
         yield f"llama.cpp's {name.lower()}", lambda n=name: in_gguf_format(full, n)
     if own:

@@ -13,7 +13,16 @@ import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
 from glassformer.lab.measure import precision
-from glassformer.lab.quantize import Wish, _warnings, _without_text, of_text, tokens_of
+from glassformer.lab.quantize import (
+    FEW_CALIBRATING,
+    Wish,
+    _chosen,
+    _warnings,
+    _without_text,
+    of_text,
+    quantize_folder,
+    tokens_of,
+)
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import quant_spec
@@ -160,14 +169,18 @@ def test_auto_keeps_float_where_that_is_faster(runs):
     }
 
 
-def test_8_bits_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_path):
+def test_grids_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_path):
     methods = {}
-    for number, words in enumerate(([], ["--method", "mse"], ["--no-smooth"], ["--bits", "4"])):
+    four = ["--bits", "4"]
+    ways = ([], ["--method", "mse"], ["--no-smooth"], four, [*four, "--no-smooth"])
+    for number, words in enumerate(ways):
         out = ("--out", str(tmp_path / str(number)))
         found = json.loads(glass(runs, "quantize", "text", *words, *out, "--json"))
         methods[tuple(words)], rotated = found["method"], found["rotated"]
         assert rotated is None and found["narrowed"] == ""
-    assert list(methods.values()) == ["gptq", "mse", "absmax", "mse"]
+    assert list(methods.values()) == ["gptq", "mse", "absmax", "gptq", "mse"]
+    few = _chosen(Wish(spec=quant_spec(bits=4)), FEW_CALIBRATING - 1)
+    assert few.resolved_method == "mse"  # GPTQ would fit what little it has seen
     words = ("--rotate", "values", "--out", str(tmp_path / "turned"))
     found = json.loads(glass(runs, "quantize", "text", *words, "--json"))
     assert found["rotated"] == {"values": 3, "stream": 0, "untied": False}
@@ -237,6 +250,21 @@ def test_one_call_in_python(runs):
     assert {layer.method for layer in quantization_report(calibrated).layers.values()} == {"gptq"}
 
 
+def test_progress_names_what_begins_and_reaches_the_end(runs, tmp_path):
+    seen = []
+    wish = Wish(spec=quant_spec(bits=4))
+    quantize_folder(
+        str(runs / "text"), tmp_path / "small", wish, progress=lambda *p: seen.append(p)
+    )
+    stages = list(dict.fromkeys(what.partition(":")[0] for what, _, _ in seen))
+    assert stages == ["smoothing", "GPTQ", "measuring"]
+    for stage in stages:
+        counts = [(done, total) for what, done, total in seen if what.startswith(stage)]
+        assert counts == sorted(counts) and len({total for _, total in counts}) == 1
+        assert all(0 <= done < total for done, total in counts)
+    assert ("GPTQ: blocks.1", 1, 3) in seen, seen
+
+
 def test_a_loss_is_warned_of_and_text_is_named(runs, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("the quick brown fox jumps over the lazy dog. " * 400)
@@ -291,11 +319,11 @@ def test_the_benchmark_measures_a_model_beside_other_formats(runs):
     bench_quant.options(parser)
     options = ["--model", str(runs / "text"), "--windows", "16", "--prompts", "2"]
     rows = []
-    for only in ("int4, weights", "q4_0"):
+    for only in ("int4 by mse, of weights", "q4_0"):
         asked = parser.parse_args([*options, "--only", only])
         rows += [str(row["name"]) for row in bench_quant.quality(asked)]
     named = [name.partition(":")[0] for name in rows]
-    assert named == ["int4, weights alone looked at", "llama.cpp's q4_0"]
+    assert named == ["int4 by mse, of weights alone", "llama.cpp's q4_0"]
     assert all(" ± " in name and "KL " in name and "of 2 texts" in name for name in rows)
 
 

@@ -39,6 +39,7 @@ from glassformer.models.model import Model
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (
+    Progress,
     Select,
     dequantize_model,
     plan,
@@ -63,7 +64,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import QuantSpec, Rotation
-from glassformer.spec.schemes import Int8, Method, Scheme
+from glassformer.spec.schemes import Method, Scheme
 from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec
@@ -171,7 +172,7 @@ LENGTH, ROWS = 128, 16
 #: Batches that calibrate at most, and that measure at most.
 CALIBRATING, MEASURING = 16, 32
 #: Tokens times parameters that one reading of the material may cost; but never fewer tokens.
-AFFORDED, LEAST = 10**12, 2048
+AFFORDED, LEAST = 10**12, 4096
 #: Logits that are held at once: a large vocabulary gets fewer rows.
 LOGITS = 1 << 25
 #: A loss above this is warned of; so are fewer tokens than these to calibrate GPTQ on, to measure.
@@ -369,7 +370,14 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
 
-def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = None) -> Outcome:
+def quantize_folder(
+    path: str,
+    out: Path,
+    wish: Wish,
+    *,
+    watch: Watch | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
     """Open, calibrate or train if requested, quantize, write, open again, compare."""
     if out.exists():
         raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
@@ -383,12 +391,12 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     run = run_of(path)
     before, note = _complete_bytes(path, run, adapter.model)
     full = adapter.model.float()
-    wish = replace(wish, spec=_chosen(wish))
     recorded = None if run is None else recorded_hash(_folder(path), run.task)
     task = None if run is None else assemble(run).task
     if task is not None:
         check_data(task, recorded)
     material = _material(wish, adapter, task)
+    wish = replace(wish, spec=_chosen(wish, tokens_of(material.calibrating)))
     small, timings, select = copy.deepcopy(full), [], None
     turned = None if wish.rotate is None else rotate(small, wish.rotate)
     alike = full if turned is None else copy.deepcopy(small)
@@ -417,6 +425,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
             backend=wish.backend,
             smoothing=wish.smooth,
             samples=samples,
+            progress=progress,
         )
     files = dict(adapter.files())
     if run is not None:
@@ -431,6 +440,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         material.measuring,
         material=material.origin,
         rotated=None if turned is None else alike,
+        progress=progress,
     )
     kept = tuple(timing.path for timing in timings if not timing.wins)
     report = quantization_report(opened)
@@ -452,11 +462,16 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
     )
 
 
-def _chosen(wish: Wish) -> QuantSpec:
-    """Return the spec; 8 bits by GPTQ, where no method is given: a text is looked at anyway."""
+def _chosen(wish: Wish, tokens: int) -> QuantSpec:
+    """Return the spec, with the method for text where none is given: text is looked at anyway.
+
+    Fewer than 8 bits take it where there are enough tokens: they fit what they have seen.
+    """
     spec = wish.spec
-    own = spec.method is None and wish.smooth and not wish.qat_steps
-    return replace(spec, method="gptq") if own and isinstance(spec.scheme, Int8) else spec
+    if spec.method is not None or not wish.smooth or wish.qat_steps:
+        return spec
+    few = spec.scheme.bits < 8 and tokens < FEW_CALIBRATING
+    return spec if few else replace(spec, method=spec.scheme.calibrated_method)
 
 
 def _narrowed(wish: Wish, model: ModelSpec) -> str:

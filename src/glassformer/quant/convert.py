@@ -50,6 +50,8 @@ Select = Callable[[str, nn.Module], bool]
 #: A layer that can be quantized.
 Plain: TypeAlias = Linear | TokenEmbedding
 M = TypeVar("M", bound=Model | Holder)
+#: What is reported of long work: what begins, how much is done, how much there is.
+Progress = Callable[[str, int, int], None]
 
 WATCHED = (WatchedLinear, WatchedEmbedding)
 ROUNDED = (RoundedLinear, RoundedEmbedding)
@@ -323,8 +325,10 @@ def quantize_in_turn(
     *,
     select: Select | None = None,
     backend: str = "auto",
+    progress: Progress | None = None,
 ) -> M:
     """Replace layers by quantized ones that change the logits on batches like these least."""
+    report = progress or _report_nothing
     batches = list(batches)
     if not batches:
         raise InputError("nothing to calibrate on", hint="give at least one batch")
@@ -353,6 +357,7 @@ def quantize_in_turn(
     outer = []
     for module in list(bare.modules()):
         if isinstance(module, WatchedEmbedding):  # before the rest, which it feeds
+            report("GPTQ: the table", 0, len(blocks))
             settle(module, module.weight, module.watch.moment_II)
             become(module, TokenEmbedding)
         elif isinstance(module, WatchedLinear):
@@ -361,11 +366,14 @@ def quantize_in_turn(
     for number, path in enumerate(blocks):
         sides = (bare.get_submodule(path), full.get_submodule(path))
         layers = [name for name, part in sides[0].named_modules() if part in inner]
+        report(f"GPTQ: {path}", number, len(blocks))
         if calls is None:
             calls = _calls((bare, full), sides, batches)
         outputs = _settle_block(bare, sides, layers, batches, calls, settle)
         after = None if number + 1 == len(blocks) else beside.get(blocks[number + 1])
         calls = None if after is None else _next_calls(sides[0], calls[0], outputs, after)
+    if outer:
+        report("GPTQ: heads", len(blocks), len(blocks))
     for module in outer:
         module.watch = Watch(module.d_in, module.weight.device)
     for batch in batches if outer else ():
@@ -378,6 +386,10 @@ def quantize_in_turn(
     _forget_watches(bare)
     bare.eval()
     return model
+
+
+def _report_nothing(what: str, done: int, total: int) -> None:
+    """Take a report of progress that nobody reads."""
 
 
 Calls = list[list[Call]]  # by side (being rounded, float), by batch

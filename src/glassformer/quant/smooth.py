@@ -34,7 +34,14 @@ from glassformer.nn.embedding import TiedHead
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
+from glassformer.quant.convert import (
+    M,
+    Progress,
+    Select,
+    plan,
+    quantize_in_turn,
+    quantize_model,
+)
 from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.mixed import small_enough, wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
@@ -323,6 +330,7 @@ def smooth(
     *,
     samples: dict[str, Sample] | None = None,
     method: Search = "absmax",
+    progress: Progress | None = None,
 ) -> list[Smoothed]:
     """Move outliers of activations into weights; return what was done, link by link.
 
@@ -333,7 +341,10 @@ def smooth(
     bare = model_of(model)
     samples = inputs_of_layers(bare, batches) if samples is None else samples
     done = []
-    for link in links(bare, batches[0]):
+    found = links(bare, batches[0])
+    for number, link in enumerate(found):
+        if progress is not None:
+            progress(f"smoothing: {link.source}", number, len(found))
         readers = [path for path in link.readers if path in schemes and path in samples]
         if not readers:
             continue
@@ -373,6 +384,7 @@ def quantize_on(
     backend: str = "auto",
     smoothing: bool = True,
     samples: dict[str, Sample] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[M, list[Smoothed]]:
     """Smooth and quantize a model by what its layers are given on these batches.
 
@@ -389,12 +401,16 @@ def quantize_on(
         wish = spec.resolved_method
         search: Search = wish if wish in ("absmax", "hqq") else "mse"
         few = batches[:SMOOTHING]
-        done = smooth(bare, few, schemes, samples=samples, method=search)
+        done = smooth(bare, few, schemes, samples=samples, method=search, progress=progress)
     if spec.mean_bits is not None:
+        if progress is not None:
+            progress("choosing the layers of 8 bits", 0, 1)
         spec = replace(spec, wider=wider_layers(bare, batches, spec, select=select))
     if spec.resolved_method == "gptq":
-        quantize_in_turn(bare, batches, spec, select=select, backend=backend)
+        quantize_in_turn(bare, batches, spec, select=select, backend=backend, progress=progress)
     else:
+        if progress is not None:
+            progress("searching grids", 0, 1)
         sizes = {path: sample.rms_I for path, sample in samples.items()}
         quantize_model(bare, spec, select=select, backend=backend, inputs=sizes)
     return model, done

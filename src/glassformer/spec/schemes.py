@@ -66,6 +66,8 @@ class Int8:
     bits: ClassVar[int] = 8
     summary: ClassVar[str] = "8-bit integers, one scale per group of inputs"
     default_method: ClassVar[Method] = "absmax"
+    #: The method where a text is there to look at.
+    calibrated_method: ClassVar[Method] = "gptq"
 
     group: int | None = None
     symmetric: bool = True
@@ -125,6 +127,7 @@ class Int4:
     #: A width that is a multiple of this can be cut.
     multiple: ClassVar[int] = min(GROUPS)
     default_method: ClassVar[Method] = "mse"
+    calibrated_method: ClassVar[Method] = "gptq"
 
     group: int | None = None
     symmetric: bool = False
@@ -185,6 +188,7 @@ class Float8:
     bits: ClassVar[int] = 8
     summary: ClassVar[str] = "8-bit floats (e4m3), one scale per output channel"
     default_method: ClassVar[Method] = "absmax"
+    calibrated_method: ClassVar[Method] = "absmax"
 
     def resolve(self, inputs: int) -> "Float8":
         """Return the scheme with every option chosen, for a matrix of this many inputs."""

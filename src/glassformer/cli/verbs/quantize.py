@@ -47,10 +47,18 @@ def quantize(
         typer.Option("--symmetric/--asymmetric", help="By default int8 is symmetric, int4 not."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="absmax, mse, hqq or gptq: how scales are found.")
+        str | None,
+        typer.Option(
+            help="How scales are found: gptq (the default), mse (a fraction of its time), hqq or "
+            "absmax."
+        ),
     ] = None,
     calibrate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A text to calibrate on, by GPTQ.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text like yours for GPTQ; else the run's own examples, or Python's manuals.",
+        ),
     ] = None,
     text: Annotated[
         str | None,
@@ -172,12 +180,13 @@ def _way(method: str | None, *, calibrate: str | None, qat: int, bits: float | N
 
 def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
     """Quantize, and print the comparison."""
+    from glassformer.cli.shell.progress import Progress
     from glassformer.lab.next_steps import after_quantizing
     from glassformer.lab.quantize import quantize_folder
 
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, Progress(out.name) as progress:
         warnings.simplefilter("always")
-        outcome = quantize_folder(path, out, wish, watch=_tell_step)
+        outcome = quantize_folder(path, out, wish, watch=_tell_step, progress=progress.show)
     for warning in caught:
         tell(f"warning: {warning.message}")
     if as_json:

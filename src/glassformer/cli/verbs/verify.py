@@ -3,10 +3,9 @@
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,7 +87,9 @@ def verify(
         )
     one_blas_thread()
     older = _older_of(against)  # a bad file is refused before the checks run
-    with _Progress(model or "glassformer") as progress:
+    from glassformer.cli.shell.progress import Progress
+
+    with Progress(model or "glassformer") as progress:
         report = _certificate(
             place,
             name=model or "",
@@ -102,35 +103,6 @@ def verify(
     _show(report, as_json=as_json, files=files, older=older)
     if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
-
-
-#: Seconds between two lines of progress where there is no terminal to draw a bar on.
-LINE_SECONDS = 10.0
-
-
-class _Progress:
-    """A bar with the row that runs; in a log, a line now and then of checks that take long."""
-
-    def __init__(self, title: str) -> None:
-        from glassformer.lab.bar import Bar
-
-        self.bar, self.told = Bar(title, total=1), time.monotonic()
-
-    def __enter__(self) -> Self:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.bar.__exit__(*raised)
-
-    def show(self, row: str, done: int, total: int) -> None:
-        """Show how many rows are done, and which begins."""
-        if self.bar.total != total:
-            self.bar.resize(total)
-        self.bar.show(done, row)
-        if not self.bar.live and time.monotonic() - self.told > LINE_SECONDS:
-            self.told = time.monotonic()
-            self.bar.tell(f"{self.bar.title}: {done} of {total} rows done; now: {row}")
 
 
 def _certificate(

@@ -40,7 +40,7 @@ from glassformer.quant.contents import (
     quantized_arrays,
     resident_bytes,
 )
-from glassformer.quant.convert import quantized_layers
+from glassformer.quant.convert import Progress, quantized_layers
 from glassformer.quant.smooth import smoothed_alike
 from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import InputError
@@ -206,6 +206,10 @@ def _bytes_line(name: str, pair: tuple[int, int]) -> str:
     return f"{name:<22}{pair[0]:>14,}{pair[1]:>14,}{pair[1] / pair[0]:>9.3f}x"
 
 
+#: The parts of a comparison, in the order they are measured.
+MEASURED = ("layers", "perplexity", "speed", "weights, activations and head", "8-bit cache")
+
+
 def compare(
     full: Model,
     small: Model,
@@ -214,6 +218,7 @@ def compare(
     material: str,
     worst: int = 5,
     rotated: Model | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Measure both models, now.
 
@@ -221,11 +226,22 @@ def compare(
     """
     if not batches:
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
+
+    def begin(number: int) -> None:
+        if progress is not None:
+            progress(f"measuring: {MEASURED[number]}", number, len(MEASURED))
+
+    begin(0)
     alike = full if rotated is None else rotated
     twin = smoothed_alike(alike, small, batches[0])
     errors = sorted(layer_errors(twin, small, batches[0]), key=lambda error: -error[1])
+    begin(1)
     agreement = agree(full, small, batches)
+    begin(2)
     prefill, decode = speeds(full, small)
+    begin(3)
+    operands = _operands(alike, small, batches[0])
+    begin(4)
     return Comparison(
         resident=(resident_bytes(full), resident_bytes(small)),
         agreement=agreement,
@@ -234,7 +250,7 @@ def compare(
         layers=tuple(errors[:worst]),
         backends=quantization_report(small).backends,
         material=material,
-        operands=_operands(alike, small, batches[0]),
+        operands=operands,
         kv_cache=cache_cost(small, batches[: -(-len(batches) // CACHED)]),
     )
 
