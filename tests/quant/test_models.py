@@ -186,11 +186,14 @@ def test_groups_that_do_not_fit_are_refused_by_layer():
     with pytest.raises(InputError, match="fp8 has no group"):
         quant_spec(scheme="fp8", group=32)
     narrow = build(presets.core(d_model=48, d_ff=64))
-    with pytest.raises(InputError, match="group 32 does not divide the 48 inputs") as error:
-        quantize_model(narrow, QuantSpec(scheme=Int4()))
-    assert error.value.where == "blocks.0.attn.q_proj"
-    mixed = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="int8"))
-    assert quantization_report(mixed).layers["blocks.0.attn.q_proj"].bits == 8
+    for refused in (QuantSpec(scheme=Int4(), indivisible="refuse"), quant_spec(bits=4, group=32)):
+        with pytest.raises(InputError, match="group 32 does not divide the 48 inputs") as error:
+            quantize_model(narrow, refused)
+        assert error.value.where == "blocks.0.attn.q_proj"
+    for taken in (QuantSpec(scheme=Int4()), quant_spec(bits=4, group=32, indivisible="int8")):
+        layers = quantization_report(quantize_model(copy.deepcopy(narrow), taken)).layers
+        assert layers["blocks.0.attn.q_proj"].bits == 8
+        assert layers["blocks.0.ffn.down_proj"].bits == 4
     kept = quantize_model(copy.deepcopy(narrow), QuantSpec(scheme=Int4(), indivisible="keep"))
     assert "blocks.0.attn.q_proj" not in quantization_report(kept).layers
 

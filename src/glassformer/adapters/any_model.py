@@ -142,7 +142,7 @@ def quantize(
     method: Method | None = None,
     head_bits: int | None = None,
     tied: Tied = "share",
-    indivisible: Indivisible = "refuse",
+    indivisible: Indivisible = "auto",
     calibrate: "list[torch.Tensor] | None" = None,
     smooth: bool = True,
     rotate: Rotation | None = None,

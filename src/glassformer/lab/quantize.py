@@ -350,8 +350,8 @@ class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
     `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
-    mean number of bits left 8; `narrowed` says why a table has 4 bits; `prompt` is a text to try
-    the model with.
+    mean number of bits left 8, `indivisible` those that have 8 as no group divides their inputs;
+    `narrowed` says why a table has 4 bits; `prompt` is a text to try the model with.
     """
 
     folder: Path
@@ -362,6 +362,7 @@ class Outcome:
     kept: tuple[str, ...]
     prompt: str
     wider: tuple[str, ...] = ()
+    indivisible: tuple[str, ...] = ()
     narrowed: str = ""
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
@@ -452,6 +453,7 @@ def quantize_folder(
         schemes=report.schemes(),
         kept=kept,
         wider=_wider(wish.spec, opened),
+        indivisible=_indivisible(wish.spec, opened),
         narrowed=_narrowed(wish, full.spec),
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
         timings=timings,
@@ -498,10 +500,20 @@ def _wider(spec: QuantSpec, model: Model) -> tuple[str, ...]:
     """Return the layers that a mean number of bits left 8, heads and tables aside."""
     if small_enough(model.spec, spec).mean_bits is None:
         return ()
+    forced = _indivisible(spec, model)
     return tuple(
         path
         for path, layer in quantized_layers(model)
-        if not layer.head and layer.scheme.bits > spec.scheme.bits
+        if not layer.head and layer.scheme.bits > spec.scheme.bits and path not in forced
+    )
+
+
+def _indivisible(spec: QuantSpec, model: Model) -> tuple[str, ...]:
+    """Return the quantized layers, heads and tables aside, whose inputs no group divides."""
+    return tuple(
+        path
+        for path, layer in quantized_layers(model)
+        if not layer.head and spec.scheme.resolve(layer.shape[1]).why_not(layer.shape[1])
     )
 
 

@@ -31,7 +31,8 @@ Tied = Literal["share", "untie", "skip"]
 #: What is rotated before: values within heads, or the residual stream as well.
 Rotation = Literal["values", "all"]
 #: What becomes of a layer that the scheme does not fit.
-Indivisible = Literal["refuse", "int8", "keep"]
+#: `auto`: int8 where the group is ours to choose; a group that was given is refused.
+Indivisible = Literal["auto", "refuse", "int8", "keep"]
 
 
 @spec
@@ -49,7 +50,7 @@ class QuantSpec:
     head: Scheme | None = None
     method: Method | None = None
     tied: Tied = "share"
-    indivisible: Indivisible = "refuse"
+    indivisible: Indivisible = "auto"
     mean_bits: float | None = None
     wider: tuple[str, ...] = ()
 
@@ -80,13 +81,17 @@ class QuantSpec:
         """Return the scheme of one tensor of the manifest; None leaves it as it is."""
         inputs = target.shape[-1]
         head = target.role in ("head", "embedding")
-        scheme = (self.head_scheme if head else self.scheme).resolve(inputs)
+        own = self.head_scheme if head else self.scheme
+        scheme = own.resolve(inputs)
         if layer_of(target.name) in self.wider:
             scheme = Int8().resolve(inputs)
         problem = scheme.why_not(inputs)
         if not problem:
             return scheme
-        match self.indivisible:
+        rule = self.indivisible
+        if rule == "auto":
+            rule = "refuse" if own == own.resolve(inputs) else "int8"
+        match rule:
             case "int8":
                 return Int8().resolve(inputs)
             case "keep":
@@ -95,7 +100,7 @@ class QuantSpec:
                 raise InputError(
                     problem,
                     where=layer_of(target.name),
-                    hint="choose a group that fits, or 8 bits; {--indivisible int8|"
+                    hint="choose a group that fits, or none; {--indivisible int8|"
                     "indivisible='int8'} rounds such layers to 8 bits",
                 )
 
@@ -109,7 +114,7 @@ def quant_spec(
     head_bits: int | None = None,
     method: Method | None = None,
     tied: Tied = "share",
-    indivisible: Indivisible = "refuse",
+    indivisible: Indivisible = "auto",
 ) -> QuantSpec:
     """Make the spec of a quantization from the options of `glass quantize` and `gf.quantize`.
 

@@ -94,8 +94,12 @@ def quantize(
         str, typer.Option(help="What becomes of a tied table: share, untie or skip.")
     ] = "share",
     indivisible: Annotated[
-        str, typer.Option(help="A layer that --group does not divide: refuse, int8 or keep.")
-    ] = "refuse",
+        str,
+        typer.Option(
+            help="A layer whose inputs a group does not divide: refuse, int8 or keep (float). By "
+            "default such layers get 8 bits, and a --group that is given is refused."
+        ),
+    ] = "auto",
     backend: Annotated[
         str, typer.Option(help="auto, c, fbgemm, aten, reference or float.")
     ] = "auto",
@@ -229,6 +233,7 @@ def _as_json(outcome: "Outcome") -> str:
         "schemes": outcome.schemes,
         "kept_float": list(outcome.kept),
         "wider": list(outcome.wider),
+        "indivisible": list(outcome.indivisible),
         "narrowed": outcome.narrowed,
         "smoothed": [asdict(link) for link in outcome.smoothed],
         "rotated": None if outcome.rotated is None else asdict(outcome.rotated),
@@ -277,6 +282,13 @@ def _as_text(outcome: "Outcome") -> str:
         )
     if outcome.narrowed:
         lines.append(f"the table              {outcome.narrowed}")
+    if outcome.indivisible:
+        some = ", ".join(outcome.indivisible[:3])
+        more = ", ..." if len(outcome.indivisible) > 3 else ""
+        lines.append(
+            f"8 bits                 {len(outcome.indivisible)} layers whose inputs no group "
+            f"divides: {some}{more}"
+        )
     if outcome.wider:
         lines.append(f"8 bits, where 4 cost most: {', '.join(outcome.wider)}")
     if outcome.kept:
