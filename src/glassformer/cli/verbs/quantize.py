@@ -249,10 +249,11 @@ def _as_json(outcome: "Outcome") -> str:
 
 def _as_text(outcome: "Outcome") -> str:
     """Format the comparison for the terminal."""
-    schemes = " and ".join(
+    counted = [
         scheme if count == outcome.layers else f"{count} {scheme}"
         for scheme, count in outcome.schemes.items()
-    )
+    ]
+    schemes = ", ".join([*counted[:-2], " and ".join(counted[-2:])])
     lines = [
         f"{outcome.layers} layers, {schemes} by {outcome.method}, "
         f"run by {', '.join(outcome.comparison.backends)}",

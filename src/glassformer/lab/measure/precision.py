@@ -21,11 +21,10 @@ from glassformer.adapters.any_model import quantize
 from glassformer.adapters.base import BaseAdapter
 from glassformer.costs.estimates import cache_bytes
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.stepper import FastStepper
+from glassformer.generation.fast.choice import fastest_stepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.kernels.threads import taking, threads_of_decoding
 from glassformer.lens.capture import eval_mode
 from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.predictions import Readout, divergence
@@ -412,9 +411,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def speeds(full: Model, small: Model) -> tuple[Speed, Speed | None]:
-    """Return the speed of prefill, and of decoding; None for a model without a `next` head."""
-    decodes = "next" in full.spec.head_names()
-    return speed(full, small, _prefill), speed(full, small, _decode) if decodes else None
+    """Return the speed of prefill, and of decoding; None for a model without a `next` head.
+
+    Both by the step, and on the threads, that `glass generate` takes for the full model.
+    """
+    device = str(next(full.parameters()).device)
+    with taking(threads_of_decoding(full.spec, device=device)):
+        if "next" not in full.spec.head_names():
+            return speed(full, small, _reading), None
+        return speed(full, small, _prefill), speed(full, small, _decode)
 
 
 def speed(
@@ -442,8 +447,8 @@ def _tokens(model: Model, length: int) -> Tensor:
     return torch.randint(model.spec.vocab_size, (1, length), generator=generator)
 
 
-def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
-    """Return a call that reads one sequence and predicts its last position."""
+def _reading(model: Model) -> tuple[Callable[[], Any], int]:
+    """Return a call that reads one sequence and predicts from its last position, by the model."""
     length = min(PREFILL, model.spec.max_seq_len)
     tokens = _tokens(model, length)
     source = None
@@ -460,10 +465,19 @@ def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
     return call, length
 
 
+def _prefill(model: Model) -> tuple[Callable[[], Any], int]:
+    """Return a call that reads one prompt; an encoder-decoder's source is as long."""
+    length = min(PREFILL, model.spec.max_seq_len - 1)
+    row = _tokens(model, length)[0].tolist()
+    sources = None if model.spec.encoder is None else [[0] * length]
+    stepper, prompts = fastest_stepper(model), Prompts.of([row], sources=sources)
+    return lambda: float(stepper.start(prompts, room=1)[0][0, 0]), length
+
+
 def _decode(model: Model) -> tuple[Callable[[], Any], int]:
     """Return a call that decodes greedily, batch size 1, from one token."""
     new = min(NEW, model.spec.max_seq_len - 1)
-    stepper = TorchStepper(model) if why_not(model.spec) else FastStepper(model)
+    stepper = fastest_stepper(model)
     sources = None if model.spec.encoder is None else [[0]]
     prompts = Prompts.of([[0]], sources=sources)
     spec = DecodeSpec(max_new_tokens=new)
