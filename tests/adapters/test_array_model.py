@@ -19,16 +19,24 @@ from glassformer.adapters.array_model import open_arrays, open_stepper
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.gguf.header import read_head
 from glassformer.adapters.load import load
-from glassformer.checks.preset_subjects import NARROW
+from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.cli.main import app
 from glassformer.generation import beam
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
+from glassformer.quant.contents import quantization_report
+from glassformer.quant.convert import quantize_model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.model import NextHead
 from glassformer.spec.presets import PRESETS
+from glassformer.spec.quantization import QuantSpec, to_record
+from glassformer.spec.schemes import Float8, Int4, Int8
+from glassformer.spec.serialize import to_json
+from glassformer.store.checkpoint import load_quantized, write_folder
+from glassformer.store.tensors import tensor_bytes
 from tests.adapters.checkpoints import CASES, folder_of
 from tests.adapters.gguf.files import ARCHITECTURES, finish, write_foreign
 from tests.checks.faults import Fault, planted
@@ -121,13 +129,20 @@ def test_a_scale_that_is_no_number_is_refused_packed_too(tmp_path):
 
 
 def test_what_needs_torch_is_left_to_it(tmp_path):
-    """Other precisions, quantized layers, heads that predict no next token."""
+    """Other precisions, schemes that C does not run, heads that predict no next token."""
     gf.save(gf.build("core", dtype=torch.float64), tmp_path / "wide")
     gf.save(gf.build("core", dtype=torch.float16), tmp_path / "half")
     gf.save(gf.build("digits"), tmp_path / "answers")
-    gf.save(gf.quantize(gf.build("core"), bits=8), tmp_path / "bytes")
-    for name in ("wide", "half", "answers", "bytes"):
-        assert open_stepper(tmp_path / name) is None
+    gf.save(gf.quantize(gf.build("core"), scheme="fp8"), tmp_path / "floats")
+    gf.save(gf.quantize(gf.build("core"), bits=8, symmetric=False), tmp_path / "asymmetric")
+    gf.save(gf.quantize(gf.build("core", dtype=torch.float16), bits=8), tmp_path / "half bytes")
+    gf.save(gf.quantize(gf.build("digits"), bits=8), tmp_path / "answers in bytes")
+    mixed = QuantSpec(scheme=Int4(), head=Float8(), indivisible="keep")
+    gf.save(quantize_model(gf.build("core").model, mixed), tmp_path / "one layer")
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 8
+    for folder in folders:
+        assert open_stepper(folder) is None
 
 
 def test_two_heads_where_the_config_has_one(tmp_path):
@@ -152,6 +167,159 @@ def test_lists_of_likeliest_tokens_are_refused_by_name(tmp_path):
         stepper.chooser(DecodeSpec(), Prompts.of([[1]]), logprobs=True, count=3)
 
 
+# --- quantized checkpoints ------------------------------------------------------------------------
+
+
+def quantized(folder, preset, spec, *, dtype=torch.float32):
+    """Save a model of a preset or spec, with random values everywhere, quantized."""
+    wanted = NARROW.get(preset, preset) if isinstance(preset, str) else preset
+    model = perturb(gf.build(wanted, seed=4).model, dtype=dtype, seed=5)
+    small = quantize_model(model.eval(), spec)
+    gf.save(small, folder)
+    return quantization_report(small)
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"digits"}))
+def test_every_preset_quantized(name, tmp_path):
+    for scheme, dtype in ((Int8(), torch.float32), (Int4(), torch.bfloat16)):
+        folder = tmp_path / scheme.name
+        quantized(folder, name, QuantSpec(scheme=scheme, indivisible="keep"), dtype=dtype)
+        same_as_torch(folder)
+
+
+WIDER = ("blocks.0.attn.q_proj", "blocks.1.ffn.down_proj")
+
+
+@pytest.mark.parametrize("preset", ["qwen-sliding", "core"])  # a table for both uses; and two
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(QuantSpec(scheme=Int8(group=group)) for group in (0, 32, 64)),
+        *(
+            QuantSpec(scheme=Int4(group=group, symmetric=symmetric, fine=fine))
+            for group in (32, 64)
+            for symmetric in (True, False)
+            for fine in (True, False)
+        ),
+        QuantSpec(scheme=Int4(), head=Int4()),
+        QuantSpec(scheme=Int4(), head=Int8(group=0)),
+        QuantSpec(scheme=Int4(), tied="untie"),
+        QuantSpec(scheme=Int8(), tied="skip"),
+        QuantSpec(scheme=Int4(), mean_bits=5.0, wider=WIDER),
+    ],
+    ids=lambda spec: f"{spec.scheme.describe()} {spec.head_scheme.describe()} {spec.tied}",
+)
+def test_every_scheme_that_c_runs(spec, preset, tmp_path):
+    report = quantized(tmp_path / "m", preset, spec)
+    if spec.wider:
+        assert len(report.schemes()) == 2
+    same_as_torch(tmp_path / "m")
+    _, arrays = open_arrays(tmp_path / "m")
+    for layer, one in report.layers.items():
+        tiles = arrays[f"{layer}.weight"]
+        assert (tiles.shape, tiles.bits, tiles.nbytes >= one.nbytes) == (one.shape, one.bits, True)
+
+
+def test_layers_that_a_group_does_not_divide_stay_as_they_are(tmp_path):
+    """A width of 48 has groups of no size; sources, answers and the head share a table."""
+    model = replace(NARROW["seq2seq"], share_embedding=True, heads=(NextHead(tied=True),))
+    spec = QuantSpec(scheme=Int4(), head=Int8(), indivisible="keep")
+    report = quantized(tmp_path / "m", model, spec)
+    assert len(report.schemes()) == 2
+    assert "encoder.embed" in report.layers
+    same_as_torch(tmp_path / "m")
+    _, arrays = open_arrays(tmp_path / "m")
+    assert any(
+        name.endswith("q_proj.weight") and isinstance(a, np.ndarray) for name, a in arrays.items()
+    )
+
+
+def test_folders_of_earlier_versions(tmp_path):
+    before = Path(__file__).parents[1] / "quant" / "written_before"
+    for name in ("int4", "int4-symmetric", "int8"):
+        same_as_torch(before / name)
+    assert open_stepper(before / "int8-asymmetric") is None
+
+
+def damaged(folder: Path, *, how: str) -> None:
+    """Damage a quantized folder in place: a byte, a file, or contents that are hashed again."""
+    weights = folder / "model.safetensors"
+    match how:
+        case "a byte":
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            weights.write_bytes(data)
+        case "cut off":
+            weights.write_bytes(weights.read_bytes()[:-9])
+        case "no spec" | "no weights":
+            (
+                folder / how.replace("no spec", "spec.json").replace("no weights", weights.name)
+            ).unlink()
+        case "no JSON":
+            (folder / "quantization.json").write_text("{")
+        case "another spec":
+            (folder / "spec.json").write_text("{}")
+        case _:
+            spec, quantization, arrays = load_quantized(folder)
+            arrays, record = dict(arrays), to_record(quantization)
+            match how:
+                case "a tensor less":
+                    del arrays["blocks.0.attn.q_proj.scale"]
+                case "another type":
+                    arrays["blocks.0.attn.q_proj.qweight"] = arrays[
+                        "blocks.0.attn.q_proj.qweight"
+                    ].view(np.uint8)
+                case "no number":
+                    arrays["blocks.0.attn.q_proj.scale"] = np.full_like(
+                        arrays["blocks.0.attn.q_proj.scale"], np.nan
+                    )
+                case "another layer":
+                    record["layers"][0]["name"] = "blocks.0.attn.r_proj"
+                case "another group":
+                    record["layers"][0]["scheme"]["group"] = 48
+                case "the same twice":
+                    record["layers"].append(record["layers"][0])
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            contents = {
+                "spec.json": to_json(spec).encode(),
+                "quantization.json": json.dumps(record).encode(),
+                "model.safetensors": tensor_bytes(arrays),
+            }
+            write_folder(folder, contents)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("a byte", "model.safetensors was changed after it was written"),
+        ("cut off", "model.safetensors has another size"),
+        ("no spec", "'spec.json' is missing"),
+        ("no weights", "'model.safetensors' is missing"),
+        ("no JSON", "quantization.json has another size"),
+        ("another spec", "spec.json has another size"),
+        ("a tensor less", "missing: blocks.0.attn.q_proj.scale"),
+        ("another type", "mistyped: blocks.0.attn.q_proj.qweight U8 instead of I8"),
+        ("no number", "blocks.0.attn.q_proj.scale holds NaN or infinity"),
+        ("another layer", "not a layer that can be quantized"),
+        ("another group", "a bad description"),
+        ("the same twice", "a bad description"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_the_words_of_load(how, said, tmp_path):
+    folder = tmp_path / "m"
+    quantized(folder, "core", QuantSpec())
+    damaged(folder, how=how)
+    words = []
+    for opened in (load, open_stepper):
+        with pytest.raises(FileError) as caught:
+            opened(folder)
+        words.append((type(caught.value), caught.value.what, caught.value.where, caught.value.hint))
+    assert words[0] == words[1]
+    assert said in words[0][1]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -161,6 +329,20 @@ def runs(tmp_path_factory):
     short = ["train.batch_size=8", "train.evaluate_every=3"]
     gf.train("reverse", steps=3, runs=place, overrides=[*short, "task.examples=300"])
     gf.train("parity", steps=3, runs=place, overrides=[*short, "task.examples=500"])
+    for name in ("parity", "reverse"):
+        for bits in ("8", "4"):
+            words = [
+                "quantize",
+                name,
+                "--bits",
+                bits,
+                "--indivisible",
+                "int8",
+                "--runs",
+                str(place),
+            ]
+            result = CliRunner().invoke(app, [*words, "--out", str(place / f"{name}-int{bits}")])
+            assert result.exit_code == 0, result.output
     return place
 
 
@@ -186,11 +368,20 @@ def runs(tmp_path_factory):
         ("parity", "elephant"),
         ("nowhere", "0 1"),
         ("parity", "0 1", "--max-new", "0"),
+        ("parity-int8", "0 1", "--json"),
+        ("parity-int4", "0 1", "--json"),
+        ("parity-int4", "0 1", "--machine", "parity", "--json"),
+        ("parity-int4", "0 1", "--temperature", "1", "--seed", "3", "--json"),
+        ("parity-int4", "0 1", "--kv-cache", "int8", "--json"),
+        ("parity-int4", "0 1", "--beams", "2", "--json"),
+        ("reverse-int8", "3 1 4", "--temperature", "0.8", "--top-p", "0.9", "--json"),
+        ("reverse-int4", "3 1 4", "--threads", "1", "--json"),
+        ("parity-int4", "elephant"),
     ],
 )
 def test_the_command_prints_what_it_prints_with_torch(words, runs, monkeypatch):
     def printed() -> tuple[object, ...]:
-        result = CliRunner().invoke(app, ["generate", *words, "--runs", str(runs)])
+        result = CliRunner().invoke(app, ["generate", *placed(words, runs), "--runs", str(runs)])
         return result.exit_code, result.output, str(result.exception)
 
     # A run of beams that the clock ends elsewhere has another last bit in the step between runs.
@@ -200,12 +391,19 @@ def test_the_command_prints_what_it_prints_with_torch(words, runs, monkeypatch):
     assert ours == printed()
 
 
+def placed(words, runs):
+    """A quantized run is a folder, and not a run's name."""
+    name, *rest = words
+    return [str(runs / name) if "-int" in name else name, *rest]
+
+
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--stop", "1")
 
 
+@pytest.mark.parametrize("name", ["parity", "parity-int8", "reverse-int4"])
 @pytest.mark.parametrize("more", [(), SAMPLED])
-def test_the_command_never_imports_torch(runs, more):
-    """In a process of its own, on a run: the same tokens."""
+def test_the_command_never_imports_torch(runs, name, more):
+    """In a process of its own, on a run, plain and quantized: the same tokens."""
     script = (
         "import sys; from glassformer.cli.main import app; code = 0\n"
         "try: app(sys.argv[1:])\n"
@@ -213,7 +411,7 @@ def test_the_command_never_imports_torch(runs, more):
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
     )
     path = [str(Path(gf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    words = ["generate", "parity", "0 1", *more, "--runs", str(runs), "--json"]
+    words = ["generate", *placed((name, "0 1"), runs), *more, "--runs", str(runs), "--json"]
     done = subprocess.run(
         [sys.executable, "-c", script, *words],
         capture_output=True,
@@ -266,6 +464,34 @@ FAULTS = (
         "rows = dict.fromkeys(entry.ours, matrix.data)",
         "packed",
     ),
+    Fault(
+        "a tied head rounded once",
+        "spec.quantization:logit_layers",
+        "p.tied_to or p.name",
+        "p.name",
+        "integers",
+    ),
+    Fault(
+        "another layer's tiles",
+        "generation.fast.program:ArraySource.integer",
+        "found = self._weight(layer)",
+        'found = self._weight(layer.replace("blocks.1.", "blocks.0."))',
+        "integers",
+    ),
+    Fault(
+        "biases of quantized layers lost",
+        "adapters.array_model:open_quantized",
+        'made[f"{layer.name}.bias"] = as_floats(bias)',
+        "pass",
+        "integers",
+    ),
+    Fault(
+        "the head's activations rounded like all others",
+        "adapters.array_model:open_quantized",
+        "refined = layer.name in heads",
+        "refined = False",
+        "integers",
+    ),
 )
 
 
@@ -279,6 +505,8 @@ def test_every_fault_is_caught(fault, tmp_path):
         layers = (replace(spec.decoder.layers[0], count=2),)
         small = replace(spec, d_model=384, decoder=replace(spec.decoder, layers=layers))
         export_gguf(gf.build(small, seed=4), path, dtype="q8_0")
+    elif fault.caught_by == "integers":
+        quantized(path, "qwen-sliding", QuantSpec(scheme=Int4()))
     else:
         dtype = torch.bfloat16 if fault.caught_by == "halves" else torch.float32
         gf.save(gf.build("qwen", seed=4, dtype=dtype), path)

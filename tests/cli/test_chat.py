@@ -14,6 +14,7 @@ from glassformer.adapters import array_model
 from glassformer.adapters.folder.paths import load_tokenizer
 from glassformer.cli.main import app
 from glassformer.cli.verbs import generate
+from glassformer.kernels import c_library
 from glassformer.spec.errors import InputError
 from tests.adapters import folders
 
@@ -23,6 +24,13 @@ GREEDY = ("--temperature", "0", "--max-new", "9")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(folders.write_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="module")
+def small(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("small") / "model"
+    gf.save(gf.quantize(gf.load(folder), bits=8), place)
+    return str(place)
 
 
 def glass(folder, *words, lines=()):
@@ -98,12 +106,16 @@ def test_options_reach_the_template(folder):
 
 
 @pytest.mark.parametrize("drawn", [("--seed", "2"), GREEDY])
-def test_a_chat_without_torch_says_what_one_with_it_says(folder, drawn, monkeypatch):
+@pytest.mark.parametrize("which", ["folder", "small"])
+def test_a_chat_without_torch_says_what_one_with_it_says(which, drawn, request, monkeypatch):
+    folder = request.getfixturevalue(which)
+    found = array_model.open_stepper(folder, in_turns=True)
+    assert (found is not None) == c_library.available()
     lines = ["the cat", "on the mat", "/reset", "the mat"]
-    found = answers(folder, *drawn, lines=lines)
+    wanted = answers(folder, *drawn, lines=lines)
     opened = []
     monkeypatch.setattr(array_model, "open_stepper", lambda *_, **__: opened.append(1))
-    assert answers(folder, *drawn, lines=lines) == found
+    assert answers(folder, *drawn, lines=lines) == wanted
     assert opened
 
 

@@ -623,7 +623,8 @@ def tied_tables_are_shared() -> None:
 
 
 def arrays_come_back() -> None:
-    for spec in (*BY_KIND, QuantSpec(scheme=Int8(symmetric=False), tied="untie")):
+    untied = [QuantSpec(scheme=Int8(symmetric=each), tied="untie") for each in (True, False)]
+    for spec in (*BY_KIND, *untied):
         small = quantize_model(model(), spec)
         quantization, arrays = quantized_arrays(small)
         again = restored_model(small.spec, quantization, arrays)

@@ -93,8 +93,11 @@ FAULTS = (
     Fault("activations of eight bits", "quant.backends.routines:FbgemmForm.product", "1.0 / FBGEMM_STEPS, 64, self.packed", "1.0 / 255, 64, self.packed", "backends_are_within_their_bound"),
     Fault("rows not scaled back", "quant.backends.routines:FbgemmForm.product", "out_MO.mul_(largest_M1)", "out_MO", "backends_are_within_their_bound"),
     Fault("bias forgotten", "quant.backends.routines:FbgemmForm.product", "out_MO if bias_O is None else out_MO.add_(bias_O)", "out_MO", "backends_are_within_their_bound"),
-    Fault("asymmetric zeros dropped", "quant.backends.routines:NativeForm.__init__", "tensor.zero,", "None,", "backends_are_within_their_bound"),
-    Fault("zeros lost on the way back", "quant.backends.routines:NativeForm.unpack", "scale, zero, self.scheme", "scale, None, self.scheme", "forms_come_back"),
+    Fault("asymmetric zeros dropped", "kernels.integer:tiles_of", 'parts.get("zero"),', "None,", "backends_are_within_their_bound"),
+    Fault("zeros lost on the way back", "quant.backends.routines:NativeForm.unpack", 'parts.get("zero"),', "None,", "forms_come_back"),
+    Fault("exponents off by one on the way back", "kernels.integer:stored_parts", "np.frexp(outer_O)[1] - 1", "np.frexp(outer_O)[1]", "forms_come_back"),
+    Fault("a word's nibbles as they are stored", "kernels.integer:_exchange", "differ &= WORD.type(lower)", "differ[...] = 0", "the_reference_has_the_bits_of_c"),
+    Fault("a restored head rounded once", "quant.contents:restored_model", "head = layer.name in heads", "head = False", "arrays_come_back"),
     Fault("the stored form kept too", "quant.layers:QuantizedWeight.ready", "self.qweight = self.scale = self.zero = self.exponent = None", "pass", "forms_come_back"),
     # layers and models
     Fault("lookups unscaled", "quant.layers:QuantizedEmbedding.forward", "x if self.multiplier is None else x * self.multiplier", "x", "lookups_are_rows"),

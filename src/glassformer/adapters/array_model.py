@@ -1,11 +1,13 @@
 """A model on disk as plain arrays, for decoding without torch.
 
 `open_stepper` opens what the native step runs: decoders and encoder-decoders in GGUF files,
-checkpoints of ours and Hugging Face folders, in float32 or bfloat16. It reads the same files by the
-same code as `load` does, and refuses the same; it returns None for what only `load` opens: LoRA and
-quantized checkpoints, weights of other precisions, parts that are torch modules.
+checkpoints of ours and Hugging Face folders, in float32 or bfloat16, and what `glass quantize`
+wrote in integers that the C routines multiply. It reads the same files by the same code as `load`
+does, and refuses the same; it returns None for what only `load` opens: LoRA, other schemes, weights
+of other precisions, parts that are torch modules.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +28,27 @@ from glassformer.adapters.folder.weights import (
 )
 from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
-from glassformer.adapters.table import Array, Entry, Interleaved, Plan, Rows, identity_plan
+from glassformer.adapters.table import Entry, Interleaved, Plan, Rows, identity_plan
 from glassformer.generation.fast.native import ArrayStepper
-from glassformer.generation.fast.program import ArraySource, as_floats, unknown_part
+from glassformer.generation.fast.program import ArraySource, Matrix, as_floats, unknown_part
 from glassformer.generation.fast.turns import Turns
 from glassformer.kernels import c_library
+from glassformer.kernels.integer import tiles_of, why_not
 from glassformer.kernels.packed import PackedMatrix
 from glassformer.spec.decoding import KVCache
+from glassformer.spec.errors import FileError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnPosition
-from glassformer.store.checkpoint import WEIGHTS, is_quantized, verify_folder, verify_sums
-from glassformer.store.tensors import BFLOAT16, DTYPES
+from glassformer.spec.quantization import layer_of, logit_layers, targets
+from glassformer.store.checkpoint import (
+    WEIGHTS,
+    describe_quantized,
+    is_quantized,
+    load_quantized,
+    verify_folder,
+    verify_sums,
+)
+from glassformer.store.tensors import BFLOAT16, DTYPES, read_header
 
 #: A checkpoint of LoRA factors has this file (`folder.lora`).
 TUNING = "tuning.json"
@@ -72,7 +84,7 @@ def open_stepper(
 
 def open_arrays(
     folder: Path, *, unpacks: bool = True
-) -> tuple[ModelSpec, dict[str, Array | PackedMatrix]] | None:
+) -> tuple[ModelSpec, dict[str, Matrix]] | None:
     """Return a model's spec and its parameters by the manifest's names, or None."""
     weights: Weights
     packed: Packed | None = None
@@ -82,8 +94,10 @@ def open_arrays(
         plan = plan_of(file, spec)
         packed = None if unpacks else file.read_packed
     elif is_native(folder):
-        if is_quantized(folder) or (folder / TUNING).is_file():
+        if (folder / TUNING).is_file():
             return None
+        if is_quantized(folder):
+            return open_quantized(folder)
         spec = read_spec(folder)
         if not _runs(spec):
             return None
@@ -105,6 +119,45 @@ def open_arrays(
     return None if arrays is None else (spec, arrays)
 
 
+def open_quantized(folder: Path) -> tuple[ModelSpec, dict[str, Matrix]] | None:
+    """Return a quantized model's spec and parameters, as `open_arrays` does; its matrices in tiles.
+
+    A folder is described before it is verified: what others run is not read twice.
+    """
+    with contextlib.suppress(FileError, OSError):  # what follows names the first that is wrong
+        if not _runs_quantized(folder):
+            return None
+    spec, quantization, arrays = load_quantized(folder)
+    shapes, heads = {layer_of(p.name): p.shape for p in targets(spec)}, logit_layers(spec)
+    made: dict[str, Matrix] = {}
+    for layer in quantization.layers:
+        outputs, inputs = shapes[layer.name]
+        leaves = layer.scheme.parts(outputs, inputs)
+        parts = {leaf: arrays.pop(f"{layer.name}.{leaf}") for leaf in leaves}
+        refined = layer.name in heads
+        made[f"{layer.name}.weight"] = tiles_of(layer.scheme, parts, refined=refined)
+        if (bias := arrays.pop(f"{layer.name}.bias", None)) is not None:
+            made[f"{layer.name}.bias"] = as_floats(bias)
+    target = widest({name: array.dtype for name, array in arrays.items()}, where=str(folder))
+    for name, array in arrays.items():
+        made[name] = array if array.dtype == target else as_floats(array)
+    return spec, made
+
+
+def _runs_quantized(folder: Path) -> bool:
+    """Return whether the C routines run all layers of a checkpoint, and read its other weights."""
+    spec, quantization, wanted = describe_quantized(folder)
+    if not _runs(spec) or any(why_not(layer.scheme) for layer in quantization.layers):
+        return False
+    layers = {layer.name for layer in quantization.layers}
+    codes = {
+        code
+        for name, (code, _) in read_header(folder / WEIGHTS).items()
+        if name in wanted and not wanted[name].dtype and layer_of(name) not in layers
+    }
+    return codes <= {"F32", "BF16"}
+
+
 def _runs(spec: ModelSpec) -> bool:
     """Return whether the native step runs a model of this spec from arrays alone."""
     no_module = not isinstance(spec.position, OwnPosition)
@@ -113,7 +166,7 @@ def _runs(spec: ModelSpec) -> bool:
 
 def read_arrays(
     plan: Plan, weights: Weights, *, packed: Packed | None = None
-) -> dict[str, Array | PackedMatrix] | None:
+) -> dict[str, Matrix] | None:
     """Return all parameters in the widest precision among them; None if C does not read that.
 
     What needs no conversion is mapped from its file; so are the matrices that `packed` returns.
@@ -123,7 +176,7 @@ def read_arrays(
     target = widest(used, where=weights.where)
     if target not in (DTYPES["F32"], BFLOAT16):
         return None
-    arrays: dict[str, Array | PackedMatrix] = {}
+    arrays: dict[str, Matrix] = {}
     for name in report.loaded:
         entry = plan.entries[plan.full_name(name)]
         matrix = None if packed is None or not _by_rows(entry) else packed(name)

@@ -18,16 +18,25 @@ batch, number of threads and variant of the C code. A row with an infinity or a 
 are no gradients. Tensors are on the CPU.
 """
 
-import ctypes
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.kernels import c_library
 from glassformer.kernels.c_library import available, variant, why_not
+from glassformer.kernels.integer import (
+    MIDDLE,
+    SIXTEENTHS,
+    IntegerTiles,
+    int4_tiles,
+    int8_tiles,
+    nibbles,
+)
 from glassformer.kernels.threads import product_threads
 from glassformer.spec.errors import InputError, MachineError
 
@@ -93,7 +102,7 @@ def reference_int4(
     With `outer_O` zeros count sixteenths.
     """
     if zero_OG is None:
-        zero_OG = torch.full(scale_OG.shape, 8.0)
+        zero_OG = torch.full(scale_OG.shape, MIDDLE)
     elif outer_O is not None:
         zero_OG = zero_OG.float() / SIXTEENTHS
     return reference_integer(
@@ -127,6 +136,7 @@ def quantized_rows(x_BI: Tensor) -> tuple[Tensor, Tensor]:
 __all__ = [
     "Int4Weight",
     "Int8Weight",
+    "IntegerWeight",
     "available",
     "reference_int4",
     "reference_int8",
@@ -134,68 +144,27 @@ __all__ = [
     "why_not",
 ]
 
-# B rows, I inputs, O outputs, G groups, N looked-up rows, T tiles, L = 16 outputs of a tile
-
-TILE = 16
-MOST_INPUTS = 1 << 17  # 128 * 127 * this still fits into 32 bits
-MOST_GROUP = 1 << 13  # 15 * 127 * this is still exact in float32
-KINDS = (torch.float32, torch.float16, torch.uint8)  # `enum kind` of integer.c
-SIXTEENTHS = 16  # what a zero counts where scales have an outer factor: the kind after the last
+# B rows, I inputs, O outputs, G groups, N looked-up rows
 
 
-class _Form(ctypes.Structure):
-    """`struct integer` of integer.c."""
+class IntegerWeight:
+    """Weights in the layout of the C file, multiplied with tensors."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero", "outer")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "groups", "group")),
-        *((name, ctypes.c_int32) for name in ("bits", "scale_kind", "zero_kind", "refined")),
-    )
-
-
-class _IntegerWeight(ABC):
-    """Weights in the layout of the C file: tiles of 16 outputs."""
-
-    def __init__(
-        self,
-        packed: Tensor,
-        scale_TGL: Tensor,
-        zero_TGL: Tensor | None,
-        *,
-        shape: tuple[int, int],
-        bits: int,
-        outer_TL: Tensor | None = None,
-        refined: bool = False,
-    ) -> None:
-        self.shape, self.packed, self.scale_TGL, self.zero_TGL = shape, packed, scale_TGL, zero_TGL
-        self.outer_TL, self.refined = outer_TL, refined
+    def __init__(self, tiles: IntegerTiles) -> None:
+        self.tiles = tiles
+        self.shape, self.refined = tiles.shape, tiles.refined
+        self._address = tiles.address
         self._call = c_library.library().glass_integer
-        groups = scale_TGL.shape[1]
-        self._form = _Form(
-            packed.data_ptr(),
-            scale_TGL.data_ptr(),
-            None if zero_TGL is None else zero_TGL.data_ptr(),
-            None if outer_TL is None else outer_TL.data_ptr(),
-            *shape,
-            groups,
-            shape[1] // groups,
-            bits,
-            KINDS.index(scale_TGL.dtype),
-            0 if zero_TGL is None else KINDS.index(zero_TGL.dtype) + (outer_TL is not None),
-            refined,
-        )
-        self._address = ctypes.addressof(self._form)
 
     @property
-    def address(self) -> int:
-        """The address of the `struct integer`, valid as long as this object."""
-        return self._address
+    def packed(self) -> Tensor:
+        """The levels, over the same memory."""
+        return torch.from_numpy(self.tiles.words_TWL.view(np.uint8))
 
     @property
     def nbytes(self) -> int:
         """The number of resident bytes: weights, scales and zero points."""
-        parts = (self.packed, self.scale_TGL, self.zero_TGL, self.outer_TL)
-        return sum(part.nbytes for part in parts if part is not None)
+        return self.tiles.nbytes
 
     def product(self, x_BI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x W^T + b, (B, O) of float32, for any number of rows."""
@@ -217,61 +186,39 @@ class _IntegerWeight(ABC):
             raise MachineError(f"no memory for the product of {len(x_BI)} rows of {inputs}")
         return y_BO
 
-    @abstractmethod
     def rows(self, index_N: Tensor) -> Tensor:
         """Return some rows of the matrix as float32, (N, I)."""
+        return torch.from_numpy(self.tiles.rows(index_N.numpy()))
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that it was made of, by name; 4-bit levels are two to a byte."""
+        return {name: torch.from_numpy(part) for name, part in self.tiles.unpack().items()}
 
 
-class Int8Weight(_IntegerWeight):
+class Int8Weight(IntegerWeight):
     """W = q * scale; q (O, I) int8; scale, float32 or float16, is (O,), or (O, G) for groups.
 
     A group is a multiple of 8 inputs; without groups any number of inputs will do.
     """
 
     def __init__(self, qweight_OI: Tensor, scale: Tensor, *, refined: bool = False) -> None:
-        shape = _matrix_shape(qweight_OI, torch.int8)
-        self.per_channel = scale.ndim == 1
-        groups = 1 if self.per_channel else scale.shape[-1]
-        _check_numbers("scale", scale, shape[:1] if self.per_channel else (shape[0], groups))
-        if not 0 < shape[1] <= MOST_INPUTS:
-            raise InputError(f"{shape[1]} inputs", hint=f"1 to {MOST_INPUTS}: sums have 32 bits")
-        if not self.per_channel and shape[1] % (8 * groups):
-            raise InputError(
-                f"{groups} groups of {shape[1]} inputs", hint="a multiple of 8 inputs each"
-            )
-        blocks = -(-shape[1] // 8) * 2
-        padded = torch.zeros(_tiles(shape[0]) * TILE, blocks * 4, dtype=torch.int8)
-        padded[: shape[0], : shape[1]] = qweight_OI
-        lifted = padded.view(torch.uint8).bitwise_xor_(128)  # q + 128
-        packed = lifted.view(-1, TILE, blocks, 4).transpose(1, 2).contiguous()
-        scale_TGL = _in_tiles(scale.reshape(shape[0], groups))
-        super().__init__(packed, scale_TGL, None, shape=shape, bits=8, refined=refined)
+        parts = views_of({"qweight": qweight_OI, "scale": scale})
+        super().__init__(int8_tiles(parts["qweight"], parts["scale"], refined=refined))
 
     def unpack(self) -> tuple[Tensor, Tensor]:
         """Return q (O, I) and scale, as they were given."""
-        flat = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)
-        qweight_OI = (flat[: self.shape[0], : self.shape[1]] ^ 128).view(torch.int8)
-        scale_OG = _from_tiles(self.scale_TGL, self.shape[0])
-        return qweight_OI.contiguous(), scale_OG[:, 0] if self.per_channel else scale_OG
-
-    def rows(self, index_N: Tensor) -> Tensor:
-        tile_N, lane_N = index_N // TILE, index_N % TILE
-        q_NI = (self.packed[tile_N, :, lane_N].flatten(1) ^ 128).view(torch.int8)
-        scale_NG = self.scale_TGL[tile_N, :, lane_N].float()
-        q_NGi = q_NI[:, : self.shape[1]].float().reshape(*scale_NG.shape, -1)
-        return (q_NGi * scale_NG[..., None]).flatten(1)
+        parts = self.parts()
+        return parts["qweight"], parts["scale"]
 
     def __reduce__(self) -> tuple[Callable[..., "Int8Weight"], tuple[Tensor, ...]]:
         # Addresses are not valid in another process.
         return functools.partial(Int8Weight, refined=self.refined), self.unpack()
 
 
-class Int4Weight(_IntegerWeight):
+class Int4Weight(IntegerWeight):
     """W = (q - zero) * scale for groups of `group` inputs, a multiple of 8.
 
-    q is uint8, (O, I) with one value 0..15 per byte, or (O, I / 2) with two, the low nibble first;
-    scale (O, G) is float16 or float32, zero (O, G) also uint8; no zero means 8 everywhere. With
-    outer (O,) of float32, W = (q - zero / 16) * scale * outer, where scale and zero are uint8.
+    The tensors are those of `integer.int4_tiles`.
     """
 
     def __init__(
@@ -284,118 +231,43 @@ class Int4Weight(_IntegerWeight):
         outer_O: Tensor | None = None,
         refined: bool = False,
     ) -> None:
-        outputs, width = _matrix_shape(qweight, torch.uint8)
-        if not (0 < group <= MOST_GROUP and group % 8 == 0):
-            raise InputError(f"groups of {group}", hint=f"a multiple of 8 up to {MOST_GROUP}")
-        shape = (outputs, scale_OG.shape[-1] * group)
-        if width not in (shape[1], shape[1] // 2):
-            raise InputError(
-                f"qweight has {width} bytes a row, scale {tuple(scale_OG.shape)} groups of {group}",
-                hint=f"{shape[1]} unpacked, {shape[1] // 2} packed",
-            )
-        grid = (outputs, shape[1] // group)
-        byte = KINDS[-1:]
-        if outer_O is not None:
-            _check_numbers("outer", outer_O, (outputs,), kinds=KINDS[:1])
-        _check_numbers("scale", scale_OG, grid, kinds=KINDS[:2] if outer_O is None else byte)
-        if zero_OG is not None:
-            _check_numbers("zero", zero_OG, grid, kinds=KINDS if outer_O is None else byte)
-        q_OI = qweight if width == shape[1] else _nibbles(qweight)
-        if q_OI.numel() and int(q_OI.max()) > 15:
-            raise InputError(f"a 4-bit value of {int(q_OI.max())}", hint="0 to 15")
-        padded = torch.zeros(_tiles(outputs) * TILE, shape[1], dtype=torch.uint8)
-        padded[:outputs] = q_OI
-        halves = padded.view(-1, TILE, shape[1] // 8, 2, 4)
-        packed = (halves[..., 0, :] | halves[..., 1, :] << 4).transpose(1, 2).contiguous()
-        zero_TGL = None if zero_OG is None else _in_tiles(zero_OG)
-        super().__init__(
-            packed,
-            _in_tiles(scale_OG),
-            zero_TGL,
-            shape=shape,
-            bits=4,
-            outer_TL=None if outer_O is None else _in_tiles(outer_O[:, None]),
-            refined=refined,
-        )
+        given = {"qweight": qweight, "scale": scale_OG, "zero": zero_OG, "outer": outer_O}
+        parts = views_of({leaf: part for leaf, part in given.items() if part is not None})
         self.group = group
-
-    @property
-    def outer(self) -> Tensor | None:
-        """The factor of each output's scales."""
-        return None if self.outer_TL is None else _from_tiles(self.outer_TL, self.shape[0])[:, 0]
+        super().__init__(
+            int4_tiles(
+                parts["qweight"],
+                parts["scale"],
+                parts.get("zero"),
+                group=group,
+                outer_O=parts.get("outer"),
+                refined=refined,
+            )
+        )
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return q (O, I) with one value per byte, scale and zero (O, G), as they were given."""
-        zero_OG = None if self.zero_TGL is None else _from_tiles(self.zero_TGL, self.shape[0])
-        q_OI = _eights(self.packed.transpose(1, 2)).flatten(2).flatten(0, 1)[: self.shape[0]]
-        return q_OI.contiguous(), _from_tiles(self.scale_TGL, self.shape[0]), zero_OG
-
-    def rows(self, index_N: Tensor) -> Tensor:
-        tile_N, lane_N = index_N // TILE, index_N % TILE
-        q_NI = _eights(self.packed[tile_N, :, lane_N]).flatten(1)
-        q_NGi = q_NI.view(len(q_NI), -1, self.group).float()
-        zero: Tensor | float = 8.0
-        if self.zero_TGL is not None:
-            zero = self.zero_TGL[tile_N, :, lane_N].float()[..., None]
-            zero = zero if self.outer_TL is None else zero / SIXTEENTHS
-        scale_NG1 = self.scale_TGL[tile_N, :, lane_N].float()[..., None]
-        rows_NI = ((q_NGi - zero) * scale_NG1).flatten(1)
-        return rows_NI if self.outer_TL is None else rows_NI * self.outer_TL[tile_N, :, lane_N]
+        parts = self.parts()
+        levels_OI = torch.from_numpy(nibbles(parts["qweight"].numpy()))
+        return levels_OI, parts["scale"], parts.get("zero")
 
     def __reduce__(self) -> tuple[Callable[..., "Int4Weight"], tuple[Tensor | None, ...]]:
+        outer_O = self.parts().get("outer")
         make = functools.partial(
-            Int4Weight, group=self.group, outer_O=self.outer, refined=self.refined
+            Int4Weight, group=self.group, outer_O=outer_O, refined=self.refined
         )
         return make, self.unpack()
 
 
-def _tiles(outputs: int) -> int:
-    return -(-outputs // TILE)
-
-
-def _in_tiles(numbers_OG: Tensor) -> Tensor:
-    outputs, groups = numbers_OG.shape
-    padded = numbers_OG.new_zeros(_tiles(outputs) * TILE, groups)
-    padded[:outputs] = numbers_OG
-    return padded.view(-1, TILE, groups).transpose(1, 2).contiguous()
-
-
-def _from_tiles(numbers_TGL: Tensor, outputs: int) -> Tensor:
-    return numbers_TGL.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack two values per byte, the low nibble first, to one value per byte."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def _eights(packed: Tensor) -> Tensor:
-    """Unpack (..., 4) bytes of a tile to (..., 8) values: four low nibbles, then four high."""
-    return torch.cat((packed & 15, packed >> 4), -1)
-
-
-def _matrix_shape(qweight: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    if qweight.ndim != 2 or qweight.dtype != dtype or qweight.device.type != "cpu":
-        raise InputError(
-            f"qweight is {tuple(qweight.shape)}, {qweight.dtype}, on {qweight.device}",
-            hint=f"a matrix of {dtype} on the CPU",
-        )
-    return qweight.shape[0], qweight.shape[1]
-
-
-def _check_numbers(
-    name: str,
-    numbers: Tensor,
-    shape: tuple[int, ...],
-    *,
-    kinds: tuple[torch.dtype, ...] = (torch.float32, torch.float16),
-) -> None:
-    fits = numbers.shape == shape and numbers.dtype in kinds
-    if not fits or numbers.device.type != "cpu":
-        raise InputError(
-            f"{name} is {tuple(numbers.shape)}, {numbers.dtype}, on {numbers.device}",
-            hint=f"{shape} of {' or '.join(map(str, kinds))} on the CPU",
-        )
+def views_of(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """Return tensors on the CPU as arrays over the same memory, by name."""
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
+            raise InputError(
+                f"{name} is {tensor.dtype}, on {tensor.device}",
+                hint="on the CPU, of a type that NumPy has",
+            )
+    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
 def _check_float32(name: str, given: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,16 +16,16 @@ from torch import nn
 from glassformer.models.model import Model, array_of, build, dtype_of, tensor_of
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import quantized_layers, replace_module
-from glassformer.quant.layers import (
-    STORED,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    QuantizedWeight,
-)
-from glassformer.quant.schemes import QuantizedTensor
+from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.schemes import STORED, QuantizedTensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import Quantization, QuantizedLayer, stored_tensors
+from glassformer.spec.quantization import (
+    Quantization,
+    QuantizedLayer,
+    logit_layers,
+    stored_tensors,
+)
 from glassformer.spec.schemes import Method, Scheme
 from glassformer.store.tensors import explain_difference
 
@@ -133,11 +133,10 @@ def quantized_arrays(model: Model) -> tuple[Quantization, dict[str, np.ndarray]]
         raise InputError("the model is not quantized", hint="quantize_model makes one that is")
     arrays = {name: array_of(p.detach()) for name, p in model.named_parameters()}
     for path, layer in quantized_layers(model):
-        tensor = layer.stored()
-        parts = {leaf: getattr(tensor, leaf) for leaf in STORED}
-        if isinstance(layer, QuantizedLinear):
+        parts = layer.stored().parts()
+        if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             parts["bias"] = layer.bias
-        arrays |= {f"{path}.{leaf}": array_of(t) for leaf, t in parts.items() if t is not None}
+        arrays |= {f"{path}.{leaf}": array_of(t) for leaf, t in parts.items()}
     wanted = stored_tensors(model.spec, quantization)
     return quantization, {name: arrays[name] for name in wanted}
 
@@ -157,7 +156,7 @@ def restored_model(
         raise InputError(f"the weights do not fit the model: {problems}")
     quantized = {f"{layer.name}." for layer in quantization.layers}
     plain = {n: a for n, a in arrays.items() if not n.startswith(tuple(quantized))}
-    dtype = dtype_of(plain)
+    dtype, heads = dtype_of(plain), logit_layers(spec)
     model = build(spec, device="meta").to_empty(device="cpu").to(dtype)
     for layer in quantization.layers:
         part = model.get_submodule(layer.name)
@@ -166,7 +165,7 @@ def restored_model(
             for leaf in (*STORED, "bias")
             if f"{layer.name}.{leaf}" in arrays
         }
-        head = any(part is one for one in model.heads.values())
+        head = layer.name in heads
         replace_module(model, part, _layer(part, layer, leaves, dtype, backend, head))
     own = dict(model.named_parameters())
     for name, array in plain.items():

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
+from glassformer.kernels.integer import IntegerTiles
 from glassformer.models.inputs import Inputs
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.nn.linear import Linear, PackedWeight
@@ -37,15 +37,11 @@ from glassformer.quant.backends.routines import (
     reference_rows,
     transposed_product,
 )
-from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
+from glassformer.quant.schemes import STORED, QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.schemes import Method, Scheme
 
 # B batch, T length, M rows, N looked-up rows, D d_model, V vocab, O outputs, I inputs
-
-
-#: The tensors of the stored form; a scheme may lack the last two.
-STORED = ("qweight", "scale", "zero", "exponent")
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -154,10 +150,10 @@ class QuantizedWeight(PackedWeight, ABC):
             self.qweight = self.scale = self.zero = self.exponent = None
         return self.form
 
-    def c_weight(self) -> Int8Weight | Int4Weight | None:
+    def c_weight(self) -> IntegerTiles | None:
         """Return the weights as the native step reads them; None where another backend runs."""
         form = self.ready()
-        return form.weight if isinstance(form, NativeForm) else None
+        return form.weight.tiles if isinstance(form, NativeForm) else None
 
     def times(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + b for x (..., I)."""

@@ -31,6 +31,10 @@ SEARCHED = 1 << 16
 LANES = 32
 
 
+#: The tensors of the stored form; a scheme may lack the last two.
+STORED = ("qweight", "scale", "zero", "exponent")
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
     """A quantized (O, I) matrix in its stored form, which no backend changes.
@@ -54,8 +58,12 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of levels, scales, zeros and exponents."""
-        parts = (self.qweight, self.scale, self.zero, self.exponent)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self.parts().values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that there are, by their names in a checkpoint."""
+        every = {leaf: getattr(self, leaf) for leaf in STORED}
+        return {leaf: part for leaf, part in every.items() if part is not None}
 
     def levels(self) -> Tensor:
         """Return the levels (O, I), one per entry."""

@@ -450,7 +450,8 @@ def is_tied(head: Head) -> bool:
             assert_never(unreachable)
 
 
-def _head_parameters(model: ModelSpec) -> Iterator[Parameter]:
+def head_parameters(model: ModelSpec) -> Iterator[Parameter]:
+    """Yield the parameters of all heads, tied ones marked."""
     for head, name in zip(model.heads, model.head_names(), strict=True):
         prefix, width = f"heads.{name}.", model.head_size(name)
         if isinstance(head, VectorHead) and not head.pooler:
@@ -499,7 +500,7 @@ def manifest(model: ModelSpec) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     for prefix, stack in model.stacks().items():
         parameters += _stack_parameters(model, prefix, stack)
-    parameters += _head_parameters(model)
+    parameters += head_parameters(model)
     parameters += _transform_parameters(model)
     return tuple(parameters)
 

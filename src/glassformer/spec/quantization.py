@@ -9,7 +9,13 @@ from typing import Any, Literal, get_args
 
 from glassformer.spec.checks import one_of, spec
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.manifest import Parameter, is_factorized, manifest, stored
+from glassformer.spec.manifest import (
+    Parameter,
+    head_parameters,
+    is_factorized,
+    manifest,
+    stored,
+)
 from glassformer.spec.model import MaskedHead, ModelSpec, NextHead
 from glassformer.spec.schemes import (
     SCHEMES,
@@ -200,6 +206,13 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
         if p.tied_to is None
         and p.role != "router"
         and (p.kind == "matrix" or (p.name in shared and p.kind == "table" and not keep_tables))
+    )
+
+
+def logit_layers(model: ModelSpec) -> frozenset[str]:
+    """Return the layers whose products are logits: heads, and the table that a tied one shares."""
+    return frozenset(
+        layer_of(p.tied_to or p.name) for p in head_parameters(model) if p.kind != "bias"
     )
 
 

@@ -321,18 +321,25 @@ def save_quantized(
     write_folder(folder, contents)
 
 
+def describe_quantized(
+    folder: Path,
+) -> tuple[ModelSpec, Quantization, dict[str, StoredTensor]]:
+    """Return the spec, the quantization and the tensors that follow from them; verify no file."""
+    try:
+        spec = from_json(ModelSpec, read_text(folder / SPEC))
+        quantization = _read_quantization(folder / QUANTIZATION)
+        return spec, quantization, stored_tensors(spec, quantization)
+    except InputError as error:
+        raise FileError(f"a bad description: {error.what}", where=str(folder)) from error
+
+
 def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDArray[Any]]]:
     """Return the spec, the quantization, and the tensors, verified."""
     manifest = verify_folder(folder)
     for name in (SPEC, WEIGHTS, QUANTIZATION):
         if name not in manifest["files"]:
             raise FileError(f"the checkpoint holds no {name}", where=str(folder))
-    try:
-        spec = from_json(ModelSpec, read_text(folder / SPEC))
-        quantization = _read_quantization(folder / QUANTIZATION)
-        wanted = stored_tensors(spec, quantization)
-    except InputError as error:
-        raise FileError(f"a bad description: {error.what}", where=str(folder)) from error
+    spec, quantization, wanted = describe_quantized(folder)
     problems = _explain(wanted, read_header(folder / WEIGHTS))
     if problems:
         raise FileError(f"the weights do not fit the spec: {problems}", where=str(folder))

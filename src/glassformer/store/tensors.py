@@ -194,19 +194,12 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Read every tensor of the file."""
-    header = read_header(path)
-    try:
-        entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise FileError(f"a damaged tensor file: {error}", where=path.name) from error
-    arrays = {}
-    for name, entry in entries:
-        code, shape = header[name]
-        array = np.frombuffer(entry["data"], dtype=DTYPES[code]).reshape(shape)
+    """Read every tensor of the file, which is mapped."""
+    file = MappedTensors(path, where=path.name)
+    arrays = {name: file.read(name) for name in file.described}
+    for name, array in arrays.items():
         if not is_finite(array):
             raise FileError(f"tensor {name} holds NaN or infinity", where=path.name)
-        arrays[name] = array
     return arrays
 
 
@@ -216,7 +209,7 @@ class MappedTensors:
     The map lives as long as one of them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, where: str | None = None) -> None:
         self.path, self.described = path, read_header(path)
         try:
             with safetensors.safe_open(path, framework="np"):
@@ -224,7 +217,8 @@ class MappedTensors:
             with path.open("rb") as file:
                 self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise FileError(f"a damaged tensor file: {error}", where=str(path)) from error
+            named = str(path) if where is None else where
+            raise FileError(f"a damaged tensor file: {error}", where=named) from error
         entries = _header(path)
         begin = 8 + struct.unpack("<Q", self._mapped[:8])[0]
         self._spans = {

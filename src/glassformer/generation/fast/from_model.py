@@ -9,9 +9,9 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from glassformer.generation.fast.program import Array, IntegerMatrix, unknown_part
+from glassformer.generation.fast.program import Array, unknown_part
 from glassformer.kernels import c_library
-from glassformer.kernels.int_matmul import Int4Weight, Int8Weight
+from glassformer.kernels.integer import IntegerTiles
 from glassformer.models.model import DecoderLM, EncoderDecoder, Model, numpy_view
 from glassformer.models.stack import Stack, StackParts, heads_key
 from glassformer.nn.attention import MultiHeadAttention
@@ -44,7 +44,7 @@ PARTS = {
 class IntegerWeights(Protocol):
     """A quantized layer or table; its weights are those of the C routines, if it uses them."""
 
-    def c_weight(self) -> Int8Weight | Int4Weight | None:
+    def c_weight(self) -> IntegerTiles | None:
         """Return the matrix in the layout of integer.c, or None."""
 
 
@@ -95,7 +95,7 @@ class ModelSource:
             return None
         return numpy_view(found) if isinstance(found, Tensor) else None
 
-    def integer(self, layer: str) -> IntegerMatrix | None:
+    def integer(self, layer: str) -> IntegerTiles | None:
         """Return the quantized weights of a layer or table."""
         part = self.model.get_submodule(layer)
         return part.c_weight() if isinstance(part, IntegerWeights) else None

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.kernels import tables
+from glassformer.kernels.integer import IntegerTiles
 from glassformer.kernels.packed import PACKED, PackedMatrix
 from glassformer.spec import model as spec
 from glassformer.spec.decoding import KVCache
@@ -34,6 +35,8 @@ WIDEST_ROUNDED = 512
 
 #: Numbers that the C file reads: float32, or bfloat16 as `store.tensors` has it.
 Array = NDArray[Any]
+#: A parameter as plain numbers, in blocks of a file, or quantized.
+Matrix = Array | PackedMatrix | IntegerTiles
 
 # --- what the C file can do -----------------------------------------------------------------------
 
@@ -118,18 +121,6 @@ def _unknown(node: object) -> str:
 # --- weights --------------------------------------------------------------------------------------
 
 
-class IntegerMatrix(Protocol):
-    """Quantized weights in the layout of integer.c."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-
-    @property
-    def address(self) -> int:
-        """Where C finds it."""
-
-
 class Source(Protocol):
     """The weights of a model, by the manifest's names, and its tables of positions.
 
@@ -139,7 +130,7 @@ class Source(Protocol):
     def array(self, name: str) -> Array | None:
         """Return a parameter; None if the model has none of that name."""
 
-    def integer(self, layer: str) -> IntegerMatrix | None:
+    def integer(self, layer: str) -> IntegerTiles | None:
         """Return the quantized weights of a layer or table; None if they are floats."""
 
     def packed(self, layer: str) -> PackedMatrix | None:
@@ -156,9 +147,9 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """A `Source` of plain arrays and packed matrices by the manifest's names; tied ones once."""
+    """A `Source` of plain, packed and quantized arrays by the manifest's names; tied ones once."""
 
-    def __init__(self, model: spec.ModelSpec, arrays: Mapping[str, Array | PackedMatrix]) -> None:
+    def __init__(self, model: spec.ModelSpec, arrays: Mapping[str, Matrix]) -> None:
         self.model, self.arrays = model, arrays
         self.owners = {p.name: p.tied_to for p in manifest(model) if p.tied_to is not None}
         self._rotations: dict[tuple[spec.Rotary, int], Array] = {}
@@ -166,18 +157,22 @@ class ArraySource:
     def array(self, name: str) -> Array | None:
         """Return a parameter, under any of its names."""
         found = self.arrays.get(self.owners.get(name, name))
-        assert not isinstance(found, PackedMatrix), name
+        assert not isinstance(found, PackedMatrix | IntegerTiles), name
         return found
 
-    def integer(self, layer: str) -> IntegerMatrix | None:
-        """Return None: plain arrays are floats."""
-        return None
+    def integer(self, layer: str) -> IntegerTiles | None:
+        """Return the quantized weights of a layer or table."""
+        found = self._weight(layer)
+        return found if isinstance(found, IntegerTiles) else None
 
     def packed(self, layer: str) -> PackedMatrix | None:
         """Return the weights of a layer or table as they are packed."""
-        name = f"{layer}.weight"
-        found = self.arrays.get(self.owners.get(name, name))
+        found = self._weight(layer)
         return found if isinstance(found, PackedMatrix) else None
+
+    def _weight(self, layer: str) -> Matrix | None:
+        name = f"{layer}.weight"
+        return self.arrays.get(self.owners.get(name, name))
 
     def rotation(self, stack: str, layer: int) -> Array | None:
         """Return cos and sin of a layer's rotation; layers of one kind share a table."""
@@ -361,7 +356,7 @@ class Program:
 
     def product(
         self,
-        weight_OI: Array | PackedMatrix | IntegerMatrix,
+        weight_OI: Matrix,
         bias_O: Array | None,
         source: int,
         to: int,
@@ -400,7 +395,7 @@ class Program:
         self._kept += (data, made)
         return made
 
-    def weight(self, name: str) -> Array | PackedMatrix | IntegerMatrix:
+    def weight(self, name: str) -> Matrix:
         """Return a layer's weight as it is stored."""
         for stored in (self.source.integer(name), self.source.packed(name)):
             if stored is not None:

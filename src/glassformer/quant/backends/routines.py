@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.kernels import int_matmul
+from glassformer.kernels import int_matmul, integer
 from glassformer.quant.schemes import (
     IntegerCodec,
     QuantizedTensor,
     codec,
     dequantize,
     grid_of,
-    outer_of,
 )
 from glassformer.spec.schemes import Int4, Int8, Scheme
 
@@ -340,22 +339,8 @@ class NativeForm:
 
     def __init__(self, tensor: QuantizedTensor, *, head: bool) -> None:
         self.scheme = tensor.scheme
-        self.weight: int_matmul.Int8Weight | int_matmul.Int4Weight
-        match tensor.scheme:
-            case Int8():
-                self.weight = int_matmul.Int8Weight(tensor.qweight, tensor.scale, refined=head)
-            case Int4(group=int(group)):
-                outer_O = None if tensor.exponent is None else outer_of(tensor)
-                self.weight = int_matmul.Int4Weight(
-                    tensor.qweight,
-                    tensor.scale,
-                    tensor.zero,
-                    group=group,
-                    outer_O=outer_O,
-                    refined=head,
-                )
-            case other:
-                raise TypeError(f"{type(other).__name__} has no C routine")
+        parts = int_matmul.views_of(tensor.parts())
+        self.weight = int_matmul.IntegerWeight(integer.tiles_of(self.scheme, parts, refined=head))
 
     @property
     def nbytes(self) -> int:
@@ -372,21 +357,22 @@ class NativeForm:
 
     def unpack(self) -> QuantizedTensor:
         """Return the stored form again."""
-        if isinstance(self.weight, int_matmul.Int8Weight):
-            qweight, scale = self.weight.unpack()
-            return QuantizedTensor(qweight, scale, None, self.scheme)
-        levels, scale, zero = self.weight.unpack()
-        outer_O = self.weight.outer
-        exponent = None if outer_O is None else torch.log2(outer_O).to(torch.int8)
-        qweight = codec(self.scheme).pack(levels)
-        return QuantizedTensor(qweight, scale, zero, self.scheme, exponent)
+        stored = integer.stored_parts(self.weight.tiles)
+        parts = {leaf: torch.from_numpy(part) for leaf, part in stored.items()}
+        return QuantizedTensor(
+            parts["qweight"],
+            parts["scale"],
+            parts.get("zero"),
+            self.scheme,
+            parts.get("exponent"),
+        )
 
 
 class Native:
     """Our C routines on the CPU."""
 
     name = "c"
-    schemes = (Int8, Int4)
+    schemes = integer.SCHEMES
 
     def why_not(
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
@@ -394,9 +380,7 @@ class Native:
         """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type != "cpu":
             return "runs on the CPU only"
-        if isinstance(scheme, Int8) and not scheme.symmetric:
-            return "has symmetric levels only, for 8 bits"
-        return "" if int_matmul.available() else int_matmul.why_not()
+        return integer.why_not(scheme)
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> NativeForm:
         """Return the run-time form; a head's activations are rounded twice."""
