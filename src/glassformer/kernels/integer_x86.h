@@ -219,6 +219,7 @@ INLINE int shiftable(int64_t group) { return group % 32 == 0 && group <= MOST_SH
 #define PASSES_KEPT 12  /* passes that meet some groups of a tile before the next groups are read */
 #define INPUTS_KEPT 384 /* inputs of those, at most: 12 KiB of int8 weights, in the first cache */
 
+/* Into the first cache; from memory, for a few rows, that is slower than FETCH_LINE. */
 #define NEAR(at) _mm_prefetch((const char *)(at), _MM_HINT_T0)
 
 /* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
@@ -246,6 +247,7 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             acc[t][r] = from ? _mm512_loadu_ps(kept + (2 * r + t) * TILE) : _mm512_setzero_ps();
+    /* Lines of y are far apart, and a store waits for its line: fetched while sums grow. */
     for (int t = 0; t < many && ready && to == w->groups; t++)
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
