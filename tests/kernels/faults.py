@@ -63,7 +63,7 @@ FAULTS = (
     Fault("a product passes for a quotient", "integer_x86.h", "(0.5f - 0x1p-12f)", "(0.5f + 0x1p-12f)", "products_stand_for_quotients", "avx512-vnni"),
     Fault("rows side by side are mixed up", "integer_x86.h", "_mm_storeu_si32(to + 4 * together,", "_mm_storeu_si32(to + 4,", "int8_is_the_reference", "avx512-vnni"),
     Fault("a longer pass is counted as another", "integer.c", "pass < job->more ? pass : job->more", "0", "int8_is_the_reference", "avx512-vnni"),
-    Fault("scales made ready are the first tile's", "integer_x86.h", "((tile + t) * job->w->groups + g) * TILE", "(tile * job->w->groups + g) * TILE", "int8_is_the_reference", "avx512-vnni"),
+    Fault("scales made ready are the first tile's", "integer_x86.h", "((tile + t) * groups + g) * TILE", "(tile * groups + g) * TILE", "int8_is_the_reference", "avx512-vnni"),
     Fault("a row begins anew at every turn", "integer_x86.h", "from ? _mm512_loadu_si512(kept + (4 * r + t) * TILE)", "0 ? _mm512_loadu_si512(kept + (4 * r + t) * TILE)", "int8_is_the_reference", "avx512-vnni"),
     Fault("sums leave the shift", "integer_x86.h", "#define MOST_SHIFTED 256", "#define MOST_SHIFTED 512", "nothing_saturates", "avx512-vnni"),
     Fault("nothing is left of an activation", "integer.c", "x[i] - job->size[at] * (float)seat.codes[i / 4 * 4 * seat.together + i % 4]", "0.0f", "refined_products_are_finer"),

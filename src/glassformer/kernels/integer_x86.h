@@ -1,6 +1,6 @@
 /* The kernels of integer.c for x86-64: one or two tiles, and as many rows as registers hold. */
 
-#define FETCH 4096 /* bytes ahead that are fetched */
+#define FETCH 4096 /* bytes ahead that are fetched, where every weight is read once */
 
 /* All rows of tiles first .. last - 1, in as few passes as can be, of about the same size. */
 #define PART(NAME, TARGET, MOST, CASES)                                                          \
@@ -219,12 +219,17 @@ INLINE int shiftable(int64_t group) { return group % 32 == 0 && group <= MOST_SH
 #define PASSES_KEPT 12  /* passes that meet some groups of a tile before the next groups are read */
 #define INPUTS_KEPT 384 /* inputs of those, at most: 12 KiB of int8 weights, in the first cache */
 
+/* Into the first cache; from memory, for a few rows, that is slower than FETCH_LINE. */
+#define NEAR(at) _mm_prefetch((const char *)(at), _MM_HINT_T0)
+
 /* `rows` rows by `many` tiles, one or two: with two, each activation that is loaded serves twice.
    Groups `from` to `to` are added to what is kept of the groups before; the last are put into y.
-   `fetch`: weights are read ahead. `ready`: scales as floats and times SHIFT, or null. */
+   `fetch`: weights are read ahead. `ahead`: weights of which each group fetches a line, or null.
+   `ready`: scales as floats and times SHIFT, or null. */
 AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, int64_t row,
                                int rows, int bits, int kind, int64_t from, int64_t to,
-                               float *kept, int fetch, const float *ready) {
+                               float *kept, int fetch, const uint8_t *ahead,
+                               const float *ready) {
     const struct integer *w = job->w;
     const int per = bits == 8 ? 4 : 8;
     int64_t blocks = kind == ANY ? job->width / per / w->groups : 32 / per;
@@ -242,7 +247,17 @@ AVX512 INLINE void part_avx512(const struct job *job, int64_t tile, int many, in
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             acc[t][r] = from ? _mm512_loadu_ps(kept + (2 * r + t) * TILE) : _mm512_setzero_ps();
+    /* Lines of y are far apart, and a store waits for its line: fetched while sums grow. */
+    for (int t = 0; t < many && ready && to == w->groups; t++)
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+            NEAR(job->y + (row + r) * w->outputs + (tile + t) * TILE);
     for (int64_t g = from; g < to; g++, lift += rows, size += rows) {
+        if (ahead) {
+#pragma GCC unroll 2
+            for (int t = 0; t < many; t++) NEAR(ahead + t * next);
+            ahead += BLOCK;
+        }
         __m512i sums[2][ROWS_AT_ONCE];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
@@ -384,7 +399,9 @@ AVX512 INLINE void whole_avx512(const struct job *job, int64_t tile, int many, i
 
 /* All rows of tiles first .. last - 1, AT_ONCE tiles at a time. Many rows take turns with the
    groups: SOME of ALL groups (or blocks), small enough for the first cache, meet the rows of some
-   passes, six at a time. With few passes, memory is what is waited for. */
+   passes, six at a time. Meanwhile the passes fetch, a line of each group in turn, what the next
+   turn reads: the next groups, or the first of the next tiles. With few passes, memory is what is
+   waited for. */
 #define SIX(DO, ...)                                                                             \
     DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__)                                     \
     DO(4, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
@@ -393,6 +410,7 @@ AVX512 INLINE void whole_avx512(const struct job *job, int64_t tile, int many, i
         const struct job *job = data;                                                            \
         int64_t all = ALL, turns = job->passes == 1 ? 1 : (all + SOME - 1) / SOME, left;         \
         int64_t some = (all + turns - 1) / turns, few = job->passes <= 2;                        \
+        int64_t lines = job->w->bits * job->width * TILE / 8 / BLOCK / all;                      \
         float ready[INPUTS_KEPT / 32 * 2 * 2 * TILE];                                            \
         for (int64_t tile = first; tile < last; tile += left < AT_ONCE ? 1 : AT_ONCE)            \
             for (int64_t begin = 0; begin < job->passes; begin += PASSES_KEPT) {                 \
@@ -401,12 +419,17 @@ AVX512 INLINE void whole_avx512(const struct job *job, int64_t tile, int many, i
                 end = end < job->passes ? end : job->passes, left = last - tile;                 \
                 for (int64_t from = 0; from < all; from += some) {                               \
                     int64_t to = from + some < all ? from + some : all;                          \
-                    int64_t row = pass_begin(job, begin);                                        \
+                    int64_t row = pass_begin(job, begin), over = to == all;                      \
+                    int64_t after = over && end == job->passes ? tile + AT_ONCE : tile;          \
+                    after = (after * all + (over ? 0 : to)) * lines * BLOCK;                     \
+                    const uint8_t *ahead = few ? 0 : job->w->weight + after;                     \
                     READY                                                                        \
                     for (int64_t pass = begin, rows; pass < end; pass++, row += rows) {          \
                         NUMBER *at = kept + (pass - begin) * ROWS_AT_ONCE * AT_ONCE * TILE;      \
                         rows = pass_begin(job, pass + 1) - row;                                  \
                         EACH                                                                     \
+                        if (ahead) ahead += (to - from) * BLOCK;                                 \
+                        if (pass - begin + 1 == lines) ahead = 0;                                \
                     }                                                                            \
                 }                                                                                \
             }                                                                                    \
@@ -414,10 +437,13 @@ AVX512 INLINE void whole_avx512(const struct job *job, int64_t tile, int many, i
 /* What many passes need of the scales of two tiles, in the order they need it. */
 AVX512 INLINE void make_ready(const struct job *job, int64_t tile, int64_t left, int64_t from,
                               int64_t to, float *ready) {
+    int64_t groups = job->w->groups, next = to < groups ? to - from : 2 * groups - from;
     for (int64_t t = 0; t < 2 && t < left; t++)
         for (int64_t g = from; g < to; g++) {
             float *at = ready + ((g - from) * 2 + t) * 2 * TILE;
-            __m512 scale = numbers16(job->w->scale, HALF, ((tile + t) * job->w->groups + g) * TILE);
+            int64_t begin = ((tile + t) * groups + g) * TILE;
+            __m512 scale = numbers16(job->w->scale, HALF, begin);
+            NEAR((const uint16_t *)job->w->scale + begin + next * TILE); /* for the next turn */
             _mm512_storeu_ps(at, scale);
             _mm512_storeu_ps(at + TILE, _mm512_mul_ps(_mm512_set1_ps(SHIFT), scale));
         }
@@ -425,13 +451,13 @@ AVX512 INLINE void make_ready(const struct job *job, int64_t tile, int64_t left,
 
 #define ROWS(n, NAME, many)                                                                      \
     case n:                                                                                      \
-        NAME##many##n(job, tile, row, from, to, at, few && !pass, few ? 0 : ready);              \
+        NAME##many##n(job, tile, row, from, to, at, few && !pass, ahead, few ? 0 : ready);       \
         break;
 #define PART_OF(n, NAME, many, bits, kind)                                                       \
     AVX512 APART static void NAME##many##n(const struct job *job, int64_t tile, int64_t row,     \
                                            int64_t from, int64_t to, float *kept, int fetch,     \
-                                           const float *ready) {                                 \
-        part_avx512(job, tile, many, row, n, bits, kind, from, to, kept, fetch, ready);          \
+                                           const uint8_t *ahead, const float *ready) {           \
+        part_avx512(job, tile, many, row, n, bits, kind, from, to, kept, fetch, ahead, ready);   \
     }
 #define PAIRS(NAME, bits, kind)                                                                  \
     SIX(PART_OF, NAME##_, 1, bits, kind)                                                         \
@@ -448,8 +474,8 @@ PAIRS(avx512_fine, 4, FINE)
 #define WHOLE_OF(n, many)                                                                        \
     AVX512 APART static void whole_##many##n(const struct job *job, int64_t tile, int64_t row,   \
                                              int64_t from, int64_t to, int32_t *kept, int fetch, \
-                                             const float *ready) {                               \
-        (void)ready;                                                                             \
+                                             const uint8_t *ahead, const float *ready) {         \
+        (void)ahead, (void)ready;                                                                \
         whole_avx512(job, tile, many, row, n, from, to, kept, fetch);                            \
     }
 SIX(WHOLE_OF, 1)
@@ -466,8 +492,7 @@ AVX512 INLINE __m512 some16(const float *x, int64_t left) {
 }
 
 /* Codes into every `together`-th four bytes; up to a multiple of 8, as rows end. */
-AVX512 INLINE void put_codes(int8_t *to, int64_t together, __m512i codes, int64_t left) {
-    __m128i bytes = _mm512_cvtepi32_epi8(codes);
+AVX512 INLINE void put_codes(int8_t *to, int64_t together, __m128i bytes, int64_t left) {
     if (left >= 16 && together == 1) {
         _mm_storeu_si128((__m128i *)to, bytes);
         return;
@@ -488,9 +513,9 @@ AVX512 INLINE __m512i codes16(__m512 x, float size, float inverse) {
     const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
     if (size > 0x1p-60f && size < 0x1p60f) {
         __m512 step = _mm512_mul_ps(x, _mm512_set1_ps(inverse));
-        __m512i codes = _mm512_cvtps_epi32(step);
-        __m512 off = _mm512_abs_ps(_mm512_sub_ps(step, _mm512_cvtepi32_ps(codes)));
-        if (!_mm512_cmp_ps_mask(off, _mm512_set1_ps(NEAR_HALF), _CMP_GE_OQ)) return codes;
+        __m512 off = _mm512_abs_ps(_mm512_reduce_ps(step, _MM_FROUND_TO_NEAREST_INT));
+        if (!_mm512_cmp_ps_mask(off, _mm512_set1_ps(NEAR_HALF), _CMP_GE_OQ))
+            return _mm512_cvtps_epi32(step);
     }
     if (!(size > 0)) return _mm512_setzero_si512();
     __m512i codes = _mm512_cvtps_epi32(_mm512_div_ps(x, _mm512_set1_ps(size)));
@@ -524,14 +549,17 @@ AVX512 INLINE void rounded16(const struct job *job, int64_t row, const float *x,
             const float *from = x + (first + g) * group;
             int8_t *to = seat.codes + (first + g) * group * seat.together;
             int64_t at = seat.sums + (first + g) * seat.together;
-            __m512i sums = _mm512_setzero_si512();
+            __m128i sums = _mm_setzero_si128();
             for (int64_t i = 0; i < group; i += 16) {
                 __m512i codes = codes16(some16(from + i, group - i), size[g], inverse[g]);
-                put_codes(to + i * seat.together, seat.together, codes, group - i);
-                sums = _mm512_add_epi32(sums, codes);
+                __m128i bytes = _mm512_cvtepi32_epi8(codes);
+                put_codes(to + i * seat.together, seat.together, bytes, group - i);
+                sums = _mm_dpbusd_epi32(sums, _mm_set1_epi8(1), bytes);
             }
             job->size[at] = size[g];
-            job->sums[at] = _mm512_reduce_add_epi32(sums);
+            sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e)); /* the other half */
+            sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)); /* the neighbour */
+            job->sums[at] = _mm_cvtsi128_si32(sums);
         }
     }
 }
