@@ -45,6 +45,7 @@ from glassformer.quant.convert import (
     prepare_model_for_quantization,
     quantize_model,
     quantized_layers,
+    untie,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.mixed import AIM, small_enough, stored_bytes
@@ -168,6 +169,8 @@ def _timed(side: Callable[[], Tensor], calls: int) -> float:
 # --- a folder into another one -------------------------------------------------------------------
 
 LENGTH, ROWS = 128, 16
+#: What an error about a text that was given suggests.
+TEXT = "a plain text in UTF-8, of some thousand words"
 #: Batches that calibrate at most, and that measure at most.
 CALIBRATING, MEASURING = 16, 32
 #: Tokens times parameters that one reading of the material may cost; but never fewer tokens.
@@ -212,8 +215,12 @@ def of_text(path: Path, tokenizer: Tokenizer, model: Model, *, length: int = LEN
     _check_continues(model)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the text cannot be read: {error}", where=str(path)) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InputError(f"the text cannot be read: {why}", where=str(path), hint=TEXT) from error
+    except UnicodeDecodeError as error:
+        what = f"the text is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        raise InputError(what, where=str(path), hint=TEXT) from error
     origin = f"the end of {path.name}"
     return _of_words(text, tokenizer, model, length, where=str(path), origin=origin)
 
@@ -285,7 +292,7 @@ def _check_continues(model: Model) -> None:
     if model.spec.encoder is not None or "next" not in model.spec.head_names():
         raise InputError(
             "only a decoder with a next-token head can be measured on text",
-            hint="quantize a run: its task has examples",
+            hint="a run is measured on its task's examples, without {--text or --calibrate|a text}",
         )
 
 
@@ -350,7 +357,7 @@ class Outcome:
 
     `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
     mean number of bits left 8; `narrowed` says why a table has 4 bits; `prompt` is a text to try
-    the model with.
+    the model with, which it can continue if `continues`.
     """
 
     folder: Path
@@ -360,6 +367,7 @@ class Outcome:
     schemes: dict[str, int]
     kept: tuple[str, ...]
     prompt: str
+    continues: bool
     wider: tuple[str, ...] = ()
     narrowed: str = ""
     timings: list[Timing] = field(default_factory=list)
@@ -390,8 +398,10 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         check_data(task, recorded)
     material = _material(wish, adapter, task)
     small, timings, select = copy.deepcopy(full), [], None
+    if wish.spec.tied == "untie":
+        untie(small)
     turned = None if wish.rotate is None else rotate(small, wish.rotate)
-    alike = full if turned is None else copy.deepcopy(small)
+    alike = full if turned is None and wish.spec.tied != "untie" else copy.deepcopy(small)
     if wish.auto:
         timings = time_layers(small, wish.spec, backend=wish.backend)
         if not any(timing.wins for timing in timings):
@@ -430,7 +440,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         opened,
         material.measuring,
         material=material.origin,
-        rotated=None if turned is None else alike,
+        rotated=None if alike is full else alike,
     )
     kept = tuple(timing.path for timing in timings if not timing.wins)
     report = quantization_report(opened)
@@ -444,6 +454,7 @@ def quantize_folder(path: str, out: Path, wish: Wish, *, watch: Watch | None = N
         wider=_wider(wish.spec, opened),
         narrowed=_narrowed(wish, full.spec),
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
+        continues="next" in small.spec.head_names(),
         timings=timings,
         smoothed=smoothed,
         rotated=turned,

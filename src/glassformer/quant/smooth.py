@@ -34,7 +34,7 @@ from glassformer.nn.embedding import TiedHead
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model
+from glassformer.quant.convert import M, Select, plan, quantize_in_turn, quantize_model, untie
 from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.mixed import small_enough, wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
@@ -381,6 +381,9 @@ def quantize_on(
     model of 4 bits has 4 bits too (`mixed.small_enough`).
     """
     bare = model_of(model)
+    if spec.tied == "untie" and any(isinstance(head, TiedHead) for head in bare.heads.values()):
+        untie(bare)
+        samples = None  # the head has become a layer of its own
     samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
     spec = small_enough(bare.spec, spec)
     done: list[Smoothed] = []
