@@ -179,7 +179,7 @@ def test_a_saved_conversation_is_a_line_of_training_data(talk, tmp_path):
     assert [message["role"] for message in first["messages"]] == ["system", "user", "assistant"]
     assert first["messages"][1]["content"] == "the cat 你好"
     assert second["messages"][1]["content"] == "again"
-    with pytest.raises(MachineError, match="could not write"):
+    with pytest.raises(MachineError, match="cannot be saved"):
         talk.save(tmp_path / "nowhere" / "x.jsonl")
 
 

@@ -155,6 +155,13 @@ def test_the_command(tmp_path, monkeypatch):
     assert glass("mine:right", "nowhere")[0] != 0
 
 
+def test_a_quantized_model_is_compared_module_by_module(original):
+    small = gf.quantize(original, bits=8)
+    found = diff(original, small, names=("A", "B"))
+    assert not found.same and found.first == found.second and 0 < found.gap < 0.1
+    assert diff(small, copy.deepcopy(small)).compared > 5
+
+
 def test_other_sizes_are_a_difference_not_a_crash(original):
     other = gf.build(
         presets.modern_lm(vocab_size=101, d_model=24, d_ff=40, n_layers=1, n_heads=3, n_kv_heads=3)

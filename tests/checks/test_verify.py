@@ -21,9 +21,14 @@ from glassformer.checks.catalogue import (
 from glassformer.checks.measure import Measure
 from glassformer.checks.preset_subjects import sample_subject
 from glassformer.checks.report import Report, verify
-from glassformer.checks.rows import numpy_parity, own_models
+from glassformer.checks.rows import invariants, numpy_parity, own_models
 from glassformer.checks.rows.numpy_parity import _equal_shares, gradients_by_differences
-from glassformer.checks.subject import Subject, subject_of, subject_of_factory, subject_of_module
+from glassformer.checks.subject import (
+    Subject,
+    subject_of,
+    subject_of_factory,
+    subject_of_module,
+)
 from glassformer.spec.errors import CheckFailed, InputError
 from glassformer.spec.presets import PRESETS, seq2seq
 from tests.checks import foreign
@@ -84,6 +89,20 @@ def test_a_leaky_model_is_found_out():
     assert all(findings[name].verdict == "bug" for name in failed)
     idle = findings["every parameter gets a gradient"]
     assert (idle.verdict, "idle" in idle.note) == ("limit", True)
+
+
+def test_experts_that_no_token_chooses_need_no_gradient():
+    model = gf.build(gf.preset("moe"), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("ffn.gate.weight"):
+                parameter.zero_()  # all alike: every token goes to the first ones
+    findings = {f.name: f for f in gf.verify(model, only="gradients").findings}
+    found = findings["every parameter gets a gradient"]
+    assert found.verdict == "passed" and "that no token chose" in found.note
+    routed = [name for name, _ in model.named_parameters() if ".experts." in name]
+    unchosen = invariants._unchosen(subject_of(model, name="moe"), routed)
+    assert unchosen and not any(".experts.0." in name for name in unchosen)
 
 
 class Shaky(nn.Module):

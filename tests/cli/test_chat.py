@@ -93,6 +93,12 @@ def test_the_folders_settings_are_used_unless_others_are_given(folder):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_options_without_effect_are_mentioned(folder):
+    _, stderr = glass(folder, "--temperature", "0", "--top-k", "3")
+    assert "note: --top-k" in stderr
+    assert "note" not in glass(folder, "--temperature", "1", "--top-k", "3")[1]
+
+
 def test_a_plain_prompt_ends_at_any_end_and_meets_no_nameless_id(folder):
     spec = generate.read_options({"forbidden": ("the",)}, load_tokenizer(folder)).decoding
     assert spec.eos == (312, 310)
@@ -169,7 +175,8 @@ def test_save_and_help(folder, tmp_path):
     [
         (("--beams", "4"), (), "--beams does not go with --chat"),
         (("--constrain", "a"), (), "--constrain does not go with --chat"),
-        (("--chat-option", "x"), (), "no option"),
+        (("--chat-option", "x"), (), "--chat-option 'x' is not NAME=VALUE"),
+        (("--raw",), (), "--raw does not go with --chat"),
         (("--temperature", "-1"), (), "temperature"),
         ((), ("/rest",), "'/rest' is no command"),
         ((), ("/save",), "needs a file"),

@@ -157,6 +157,16 @@ def test_a_text_calibrates_and_training_goes_on(runs):
     assert quantization_report(load_model(runs / "by-qat")).mode == "qat"
 
 
+@pytest.mark.parametrize("method", ["absmax", "gptq"])
+def test_a_table_can_be_untied(runs, tmp_path, method):
+    words = ("text", "--tied", "untie", "--method", method, "--out", str(tmp_path / "untied"))
+    found = json.loads(glass(runs, "quantize", *words, "--json"))
+    assert found["agreement"]["top1"] > 0.9
+    model = load_model(tmp_path / "untied")
+    assert not model.spec.heads[0].tied and "heads.next" in quantization_report(model).layers
+    assert "embed" not in quantization_report(model).layers
+
+
 def test_auto_keeps_float_where_that_is_faster(runs):
     words = ("quantize", "text", "--auto", "--json", "--out", str(runs / "by-clock"))
     result = CliRunner().invoke(app, [*words, "--runs", str(runs)])
@@ -193,7 +203,8 @@ def test_grids_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_p
         (["--rotate", "heads"], "not one of"),
         (["--rotate", "all"], "is a LayerNorm, which subtracts the mean"),
         (["--scheme", "fp8", "--method", "hqq"], "hqq moves the zeros"),
-        (["--bits", "3"], "neither 8 nor 4"),
+        (["--bits", "3"], "not from 4 to 8"),
+        (["--head-bits", "5"], "head_bits 5 is neither 8 nor 4"),
         (["--bits", "4.5", "--qat", "2"], "trains at one number of bits"),
         (["--bits", "4.5", "--scheme", "int4"], "both given"),
         (["--scheme", "int5"], "no quantization scheme 'int5'"),

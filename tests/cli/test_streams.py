@@ -15,6 +15,7 @@ from glassformer.cli.shell.terminal import (
     CUT_OFF,
     TerminalOutput,
     is_cut_off,
+    open_streams,
     tell,
     trouble,
     write_file,
@@ -47,6 +48,13 @@ def test_an_output_that_goes_nowhere(end, code, message):
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_closed_stdin_has_nothing_to_read(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    open_streams()
+    assert not sys.stdin.isatty() and sys.stdin.read() == sys.stdin.readline() == ""
+    sys.stdin.close()
 
 
 def test_a_terminal_is_shown_control_characters_and_does_not_obey_them():

@@ -92,7 +92,7 @@ FAULTS = (
     Fault("typical around certainty, not the entropy", "generation.samplers:keep_typical", "(-logprob_BV - entropy_B1)", "(-logprob_BV)", "typical_is_its_definition"),
     Fault("typical sums the wrong tokens", "generation.samplers:keep_typical", ".gather(1, order_BV)", "", "typical_is_its_definition"),
     Fault("temperature multiplies", "generation.samplers:scale_by_temperature", "logits_BV / min(temperature", "logits_BV * min(temperature", "temperature_is_its_definition"),
-    Fault("repetition rewards what is unlikely", "generation.samplers:penalise_repetition", "logits_BV * penalty", "logits_BV / penalty", "repetition_is_its_definition"),
+    Fault("repetition rewards what is unlikely", "generation.samplers:penalise_repetition", "logits_BV * factor", "logits_BV / factor", "repetition_is_its_definition"),
     Fault("draws depend on the place in the batch", "generation.samplers:draw", "for row in rows]", "for row in range(len(rows))]", "draws_are_independent"),
     Fault("the same draw at every step", "generation.samplers:draw", "uniform(seed, row, step)", "uniform(seed, row, 0)", "draws_are_independent"),
     Fault("the token before", "generation.samplers:draw_at", "right=True)", "right=True).sub(1).clamp(min=0)", "draws_follow_the_softmax"),

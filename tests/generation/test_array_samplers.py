@@ -57,6 +57,32 @@ def test_a_penalty_lowers_what_its_twin_lowers():
         np.testing.assert_array_equal(made_BV, wanted.numpy())
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-44, 1e300])
+def test_a_penalty_of_any_size_leaves_numbers(penalty):
+    """Also a logit of 0, which times infinity would be none; a dropped token stays dropped."""
+    logits_BV, seen_BV = rows_of(0, 131), np.ones((5, 131), dtype=np.bool_)
+    logits_BV[0, :3] = (0.0, -0.0, -np.inf)
+    wanted = theirs.penalise_repetition(*map(torch.from_numpy, (logits_BV, seen_BV)), penalty)
+    made_BV = ours.penalise_repetition(logits_BV, seen_BV, penalty)
+    np.testing.assert_array_equal(made_BV, wanted.numpy())
+    np.testing.assert_array_equal(np.isfinite(made_BV), np.isfinite(logits_BV))
+
+
+def test_logits_that_are_not_numbers_choose_nothing_and_warn_of_nothing():
+    for value in (np.nan, np.inf, -np.inf):
+        logits_BV = np.full((1, 5), value, np.float32)
+        for temperature in (0.0, 1.0):
+            chooser = ours.SamplingChooser(
+                DecodeSpec(temperature=temperature, repetition_penalty=1.5),
+                Prompts.of([[1]]),
+                vocab_size=5,
+                logprobs=True,
+                array=np.asarray,
+            )
+            chosen = chooser.choose(logits_BV, step=0, rows=[0], allow_BV=None)
+            assert chosen.fetch()[0] == [NOTHING]
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_shares_fall_on_the_same_tokens(vocab):
     rng = np.random.default_rng(vocab)

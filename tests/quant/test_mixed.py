@@ -83,6 +83,10 @@ def test_a_mean_needs_batches_and_room():
         gf.quantize(model(), bits=4.5)
     with pytest.raises(InputError, match="leaves no layer of this model 8 bits"):
         quantize_on(model(), [tokens(model())], quant_spec(bits=4.001))
+    narrow = gf.build(gf.preset("core", d_model=48, d_ff=64), seed=0).model
+    with pytest.raises(InputError, match="less than the 7.20 of this model") as error:
+        quantize_on(narrow, [tokens(narrow)], quant_spec(bits=4.5))
+    assert error.value.hint == "7.2 bits or more, or 4"
     with pytest.raises(InputError, match="nothing to calibrate on"):
         harms(model(), [], {"blocks.0.ffn.up_proj": Int4()})
     for scheme, mean in ((Int8(), 4.5), (Int4(), 4.0), (Int4(), 9.0)):

@@ -176,7 +176,7 @@ def test_auto_times_each_shape_and_keeps_what_loses():
 
 @pytest.mark.parametrize("bits", [0, 2, 3, 16])
 def test_other_bits_are_refused(bits):
-    with pytest.raises(InputError, match="neither 8 nor 4"):
+    with pytest.raises(InputError, match="not from 4 to 8"):
         quant_spec(bits=bits)
 
 

@@ -103,7 +103,8 @@ def diff(
     """Compare two models on the same tokens; name the first module that differs, and why.
 
     Models of ours and modules of any library; with `backward`, if the forwards agree, also the
-    gradients of the weights that the two share.
+    gradients of the weights that the two share. A quantized model stands for the float model of
+    exactly its weights.
     """
     modules = (_module_of(first), _module_of(second))
     modes = [(part, part.training) for module in modules for part in module.modules()]
@@ -123,6 +124,7 @@ def _compared(
     backward: bool,
 ) -> Difference:
     sides = [subject_of(thing, name=name) for thing, name in zip(things, names, strict=True)]
+    modules = (_computing(modules[0], sides[0]), _computing(modules[1], sides[1]))
     for module in modules:
         module.eval()
     if tokens is None:
@@ -144,6 +146,14 @@ def _module_of(thing: object) -> nn.Module:
             hint="give modules, or what gf.load returns",
         )
     return module
+
+
+def _computing(module: nn.Module, side: Subject) -> nn.Module:
+    """Return the module that computes a subject's logits: of a quantized model, its float twin."""
+    if side.quantized is None:
+        return module
+    assert side.model is not None
+    return side.model
 
 
 # --- what each side computes --------------------------------------------------------------------

@@ -22,6 +22,7 @@ Floats = NDArray[np.float32]
 
 _FEW, _MORE = 128, 16  # likeliest tokens that a nucleus is looked for among first, then times more
 _HOTTEST = float(np.finfo(np.float32).max)  # beyond it -inf / temperature is no number
+_LEAST = float(np.finfo(np.float32).tiny)  # a divisor below it may be 0
 
 
 def keep_top_k(logits_BV: Floats, k: int) -> Floats:
@@ -79,8 +80,11 @@ def keep_typical(logits_BV: Floats, p: float) -> Floats:
 
 def penalise_repetition(logits_BV: Floats, seen_BV: NDArray[np.bool_], penalty: float) -> Floats:
     """Divide positive logits of seen tokens, multiply negative ones."""
-    lowered_BV = np.where(logits_BV > 0, logits_BV / np.float32(penalty), logits_BV * penalty)
-    return np.where(seen_BV, lowered_BV, logits_BV).astype(np.float32)
+    factor = np.float32(min(max(penalty, _LEAST), _HOTTEST))
+    with np.errstate(over="ignore"):
+        lowered_BV = np.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+    changed_BV = seen_BV & np.isfinite(logits_BV)
+    return np.where(changed_BV, lowered_BV.clip(-_HOTTEST, _HOTTEST), logits_BV).astype(np.float32)
 
 
 def draw_at(logits_BV: Floats, share_B: Sequence[float]) -> NDArray[np.int64]:
@@ -167,7 +171,8 @@ class SamplingChooser(Chooser):
         given_BV = np.asarray(logits_BV, dtype=np.float32)
         tokens_B = self._tokens(given_BV, step=step, rows=rows, allow_BV=allow_BV)
         real_B = np.maximum(tokens_B, 0)
-        values = logprobs_of(given_BV, real_B) if self.logprobs else [math.nan] * len(rows)
+        with np.errstate(invalid="ignore", over="ignore"):  # of logits that are not numbers
+            values = logprobs_of(given_BV, real_B) if self.logprobs else [math.nan] * len(rows)
         made: tuple[list[int], list[float], list[Likeliest]] = (tokens_B.tolist(), values, [])
         return Chosen(self.array(real_B), False, lambda: made)
 

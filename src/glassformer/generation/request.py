@@ -94,5 +94,12 @@ def _value(each: Option, value: Any, tokenizer: Tokenizer | None) -> Any:
     for part in parts:
         if isinstance(part, str) and tokenizer is None:
             raise InputError(f"{each.name} as text needs a tokenizer", hint="give token ids")
-        ids += tokenizer.encode(part) if isinstance(part, str) and tokenizer is not None else [part]
+        if not isinstance(part, str) or tokenizer is None:
+            ids.append(part)
+            continue
+        found = tokenizer.encode(part)
+        if not found:
+            flag_or_name = f"{{{each.flag}|{each.name}}}"
+            raise InputError(f"{flag_or_name} {part!r} has no token", hint="leave it out")
+        ids += found
     return tuple(ids)

@@ -25,6 +25,7 @@ from glassformer.spec.decoding import GREEDY, DecodeSpec
 _FEW = 128  # likeliest tokens that a nucleus is first looked for among
 _SMALL = 4096  # a vocabulary that a GPU sorts whole, as a recorded step does: no other kernels
 _HOTTEST = torch.finfo(torch.float32).max  # beyond it -inf / temperature is no number
+_LEAST = torch.finfo(torch.float32).tiny  # a divisor below it may be 0
 
 
 def scale_by_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
@@ -103,9 +104,14 @@ def keep_typical(logits_BV: Tensor, p: float) -> Tensor:
 
 
 def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Divide positive logits of seen tokens, multiply negative ones (Keskar and others, 2019)."""
-    lowered_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return torch.where(seen_BV, lowered_BV, logits_BV)
+    """Divide positive logits of seen tokens, multiply negative ones (Keskar and others, 2019).
+
+    A finite logit stays finite, whatever the penalty.
+    """
+    factor = min(max(penalty, _LEAST), _HOTTEST)
+    lowered_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+    changed_BV = seen_BV & logits_BV.isfinite()
+    return torch.where(changed_BV, lowered_BV.clamp(-_HOTTEST, _HOTTEST), logits_BV)
 
 
 def forbid(logits_BV: Tensor, tokens: Sequence[int]) -> Tensor:

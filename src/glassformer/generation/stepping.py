@@ -82,7 +82,7 @@ class Speculation:
         if self.why_not:
             return f"no speculation: {self.why_not}"
         if not self.guessed:
-            return f"speculation: nothing to guess from in {self.tokens} tokens"
+            return f"speculation: nothing was guessed in {self.tokens} tokens"
         rests = f", given up for a while {self.rests} x (it took longer)" if self.rests else ""
         return (
             f"speculation: {self.tokens_per_pass:.2f} tokens a pass, {self.right} of {self.guessed}"
@@ -187,5 +187,6 @@ def check_decodes(spec: ModelSpec) -> None:
     if "next" not in spec.head_names():
         raise InputError(
             "this model has no next-token head to decode with",
-            hint=f"it has: {', '.join(spec.head_names())}",
+            hint=f"it has: {', '.join(spec.head_names())}; "
+            "{glass inspect shows|model.answer(text) returns} what it predicts",
         )

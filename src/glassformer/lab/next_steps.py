@@ -163,16 +163,19 @@ def resume_command(spec: RunSpec, folder: Path) -> str:
 
 
 def after_evaluation(path: str) -> Commands:
-    """Return commands for a run that was measured."""
+    """Return commands for a run, or a model made of one, that was measured."""
     folder = RunRef.parse(path).folder
     name, other = short_name(folder), _newest_beside(folder)
     beside = (f"glass explore {shlex.quote(str(folder))}", "look around in a browser")
     if other is not None:
         beside = (f"glass compare {name} {short_name(other)}", "side by side with another run")
+    verify = (f"glass verify {name}", "that cache, batch and padding change nothing")
+    if not (folder / "run.json").is_file():  # a quantized or converted model has no curves
+        return [beside, verify]
     return [
         (f"glass report {name}", "all of it on one page, with curves and heads"),
         beside,
-        (f"glass verify {name}", "that cache, batch and padding change nothing"),
+        verify,
     ]
 
 
@@ -195,20 +198,25 @@ def _task_of(file: Path) -> object:
         return None  # a run that another process is just writing, or deleting
 
 
-def after_quantizing(folder: Path, prompt: str) -> Commands:
-    """Return commands for a model that was quantized."""
+def after_quantizing(folder: Path, prompt: str, *, continues: bool = True) -> Commands:
+    """Return commands for a model that was quantized; not every one can continue a text."""
     name = short_name(folder)
+    use = (f"glass generate {name} {shlex.quote(prompt)}", "let it answer")
+    if not continues:
+        use = (f"glass inspect {name} {shlex.quote(prompt)}", "what it predicts, and why")
     return [
         (f"glass verify {name}", "that it computes what its weights say"),
-        (f"glass generate {name} {shlex.quote(prompt)}", "let it answer"),
+        use,
         (f"glass explore {shlex.quote(str(folder))}", "where it differs, in a browser"),
     ]
 
 
-def after_converting(folder: Path, to: str, prompt: str) -> Commands:
+def after_converting(folder: Path, to: str, prompt: str, *, continues: bool = True) -> Commands:
     """Return commands for a model that was written in another format."""
     place, prompt = shlex.quote(str(folder)), shlex.quote(prompt)
     answer = (f"glass generate {place} {prompt}", "let it answer")
+    if not continues:
+        answer = (f"glass inspect {place} {prompt}", "what it predicts, and why")
     if to == "gguf":
         return [
             (f"glass verify {place}", "that nothing broke on the way"),

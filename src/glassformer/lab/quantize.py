@@ -46,6 +46,7 @@ from glassformer.quant.convert import (
     prepare_model_for_quantization,
     quantize_model,
     quantized_layers,
+    untie,
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.mixed import AIM, small_enough, stored_bytes
@@ -169,6 +170,8 @@ def _timed(side: Callable[[], Tensor], calls: int) -> float:
 # --- a folder into another one -------------------------------------------------------------------
 
 LENGTH, ROWS = 128, 16
+#: What an error about a text that was given suggests.
+TEXT = "a plain text in UTF-8, of some thousand words"
 #: Batches that calibrate at most, and that measure at most.
 CALIBRATING, MEASURING = 16, 32
 #: Tokens times parameters that one reading of the material may cost; but never fewer tokens.
@@ -213,8 +216,12 @@ def of_text(path: Path, tokenizer: Tokenizer, model: Model, *, length: int = LEN
     _check_continues(model)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the text cannot be read: {error}", where=str(path)) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InputError(f"the text cannot be read: {why}", where=str(path), hint=TEXT) from error
+    except UnicodeDecodeError as error:
+        what = f"the text is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        raise InputError(what, where=str(path), hint=TEXT) from error
     origin = f"the end of {path.name}"
     return _of_words(text, tokenizer, model, length, where=str(path), origin=origin)
 
@@ -286,7 +293,7 @@ def _check_continues(model: Model) -> None:
     if model.spec.encoder is not None or "next" not in model.spec.head_names():
         raise InputError(
             "only a decoder with a next-token head can be measured on text",
-            hint="quantize a run: its task has examples",
+            hint="a run is measured on its task's examples, without {--text or --calibrate|a text}",
         )
 
 
@@ -351,7 +358,8 @@ class Outcome:
 
     `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
     mean number of bits left 8, `indivisible` those that have 8 as no group divides their inputs;
-    `narrowed` says why a table has 4 bits; `prompt` is a text to try the model with.
+    `narrowed` says why a table has 4 bits; `prompt` is a text to try the model with, which it can
+    continue if `continues`.
     """
 
     folder: Path
@@ -361,6 +369,7 @@ class Outcome:
     schemes: dict[str, int]
     kept: tuple[str, ...]
     prompt: str
+    continues: bool
     wider: tuple[str, ...] = ()
     indivisible: tuple[str, ...] = ()
     narrowed: str = ""
@@ -399,8 +408,10 @@ def quantize_folder(
     material = _material(wish, adapter, task)
     wish = replace(wish, spec=_chosen(wish, tokens_of(material.calibrating)))
     small, timings, select = copy.deepcopy(full), [], None
+    if wish.spec.tied == "untie":
+        untie(small)
     turned = None if wish.rotate is None else rotate(small, wish.rotate)
-    alike = full if turned is None else copy.deepcopy(small)
+    alike = full if turned is None and wish.spec.tied != "untie" else copy.deepcopy(small)
     if wish.auto:
         timings = time_layers(small, wish.spec, backend=wish.backend)
         if not any(timing.wins for timing in timings):
@@ -440,7 +451,7 @@ def quantize_folder(
         opened,
         material.measuring,
         material=material.origin,
-        rotated=None if turned is None else alike,
+        rotated=None if alike is full else alike,
         progress=progress,
     )
     kept = tuple(timing.path for timing in timings if not timing.wins)
@@ -456,6 +467,7 @@ def quantize_folder(
         indivisible=_indivisible(wish.spec, opened),
         narrowed=_narrowed(wish, full.spec),
         prompt=model_prompt(adapter.get_tokenizer()) if task is None else example_prompt(task),
+        continues="next" in small.spec.head_names(),
         timings=timings,
         smoothed=smoothed,
         rotated=turned,

@@ -130,7 +130,9 @@ def quantized_arrays(model: Model) -> tuple[Quantization, dict[str, np.ndarray]]
     """Return the description of what is quantized, and copies of every stored tensor by name."""
     quantization = quantization_of(model)
     if quantization is None:
-        raise InputError("the model is not quantized", hint="quantize_model makes one that is")
+        raise InputError(
+            "the model is not quantized", hint="{glass quantize|gf.quantize} makes one that is"
+        )
     arrays = {name: array_of(p.detach()) for name, p in model.named_parameters()}
     for path, layer in quantized_layers(model):
         parts = layer.stored().parts()

@@ -231,7 +231,9 @@ def dequantize_model(model: M) -> M:
     bare = model_of(model)
     layers = list(quantized_layers(bare))
     if not layers:
-        raise InputError("the model is not quantized", hint="quantize_model makes one that is")
+        raise InputError(
+            "the model is not quantized", hint="{glass quantize|gf.quantize} makes one that is"
+        )
     for _, layer in layers:
         weights = layer.weights()
         if isinstance(layer, QuantizedEmbedding):

@@ -102,12 +102,21 @@ def wider_layers(
         for path, (module, scheme) in plan(model, spec, select=select).items()
         if roles[path] not in ("head", "embedding")
     }
-    left = sum((spec.mean_bits - scheme.bits) * weights for weights, scheme in inner.values())
+    total = sum(weights for weights, _ in inner.values())
+    least = sum(scheme.bits * weights for weights, scheme in inner.values()) / max(1, total)
+    if least > spec.mean_bits:  # no group divides the inputs of some layers, which have 8
+        raise InputError(
+            f"a mean of {spec.mean_bits:g} bits is less than the {least:.2f} of this model, where "
+            "layers whose inputs no group divides have 8",
+            hint=f"{math.ceil(10 * least) / 10:g} bits or more, or 4",
+        )
     narrow = {path: scheme for path, (_, scheme) in inner.items() if scheme.bits < Int8.bits}
+    left = sum((spec.mean_bits - scheme.bits) * weights for weights, scheme in inner.values())
     wider = within(harms(model, batches, narrow), left, more=Int8.bits - spec.scheme.bits)
     if not wider:
+        other = "layer" if len(narrow) == len(inner) else "other layer"
         raise InputError(
-            f"a mean of {spec.mean_bits:g} bits leaves no layer of this model 8 bits",
+            f"a mean of {spec.mean_bits:g} bits leaves no {other} of this model 8 bits",
             hint="a larger mean, or 4 bits",
         )
     return wider

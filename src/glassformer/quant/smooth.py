@@ -41,6 +41,7 @@ from glassformer.quant.convert import (
     plan,
     quantize_in_turn,
     quantize_model,
+    untie,
 )
 from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.mixed import small_enough, wider_layers
@@ -393,6 +394,9 @@ def quantize_on(
     model of 4 bits has 4 bits too (`mixed.small_enough`).
     """
     bare = model_of(model)
+    if spec.tied == "untie" and any(isinstance(head, TiedHead) for head in bare.heads.values()):
+        untie(bare)
+        samples = None  # the head has become a layer of its own
     samples = inputs_of_layers(bare, batches[:SMOOTHING]) if samples is None else samples
     spec = small_enough(bare.spec, spec)
     done: list[Smoothed] = []

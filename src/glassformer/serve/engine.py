@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from glassformer.adapters.base import BaseAdapter
-from glassformer.adapters.chat.begin import LONGEST_ANSWER
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
 from glassformer.adapters.embed import Embeddings, embed, no_vectors
 from glassformer.adapters.folder.files import generation_defaults
@@ -36,7 +35,7 @@ from glassformer.generation.fast.slots import RecordedSlots
 from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
 from glassformer.models.model import Model
-from glassformer.spec.decoding import KVCache
+from glassformer.spec.decoding import LONGEST_ANSWER, KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec, Readout
 

@@ -6,6 +6,7 @@ Lengths count new tokens, the end among them; the prompt is not counted.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from glassformer.spec.checks import divides, spec
@@ -20,6 +21,9 @@ STEEPEST = 40
 
 #: The widest beam search: beyond this, memory and time are those of a mistake.
 WIDEST_BEAM = 1024
+
+#: The most tokens of an answer in a chat, unless an option or the model's folder says otherwise.
+LONGEST_ANSWER = 1_024
 
 LengthPenalty = Literal["gnmt", "power"]
 
@@ -36,8 +40,8 @@ def _token_ids(name: str, ids: tuple[int, ...]) -> None:
 def _lengths(least: int, most: int) -> None:
     if least > most:
         raise InputError(
-            f"min_new_tokens {least} is above max_new_tokens {most}",
-            hint=f"the nearest valid min_new_tokens is {most}",
+            f"{{--min-new|min_new_tokens}} {least} is above {{--max-new|max_new_tokens}} {most}",
+            hint=f"the nearest valid {{--min-new|min_new_tokens}} is {most}",
         )
 
 
@@ -148,7 +152,7 @@ class DecodeSpec:
     seed: int = option(0, help="Seed of the random numbers.", at_least=0, group="sampling")
 
     def __post_init__(self) -> None:
-        check_options(self)
+        check_options(self, has_flags=True)
         _lengths(self.min_new_tokens, self.max_new_tokens)
         for name in ("forbidden", "forced", "eos"):
             _token_ids(name, getattr(self, name))
@@ -160,7 +164,7 @@ class DecodeSpec:
         if len(self.forced) > self.max_new_tokens:
             raise InputError(
                 f"{len(self.forced)} forced tokens in {self.max_new_tokens} new ones",
-                hint=f"the nearest valid max_new_tokens is {len(self.forced)}",
+                hint=f"the nearest valid {{--max-new|max_new_tokens}} is {len(self.forced)}",
             )
         both = set(self.forced) & set(self.forbidden)
         if both:
@@ -226,17 +230,20 @@ class BeamSpec:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_options(self)
-        divides("width", self.width, "groups", self.groups)
+        check_options(self, has_flags=True)
+        divides("{--beams|width}", self.width, "{--groups|groups}", self.groups)
         _lengths(self.min_new_tokens, self.max_new_tokens)
         for name in ("forbidden", "eos"):
             _token_ids(name, getattr(self, name))
         if self.diversity and self.groups == 1:
-            raise InputError("diversity keeps groups apart, and there is one", hint="groups=2")
+            raise InputError(
+                "{--diversity|diversity} keeps groups apart, and there is one",
+                hint="{--groups 2|groups=2}",
+            )
         if self.n_best is not None and self.n_best > self.width:
             raise InputError(
-                f"n_best {self.n_best} is above the width {self.width}",
-                hint=f"the nearest valid n_best is {self.width}",
+                f"{{--n-best|n_best}} {self.n_best} is above {{--beams|width}} {self.width}",
+                hint=f"the nearest valid {{--n-best|n_best}} is {self.width}",
             )
 
     @property
@@ -311,7 +318,7 @@ class StepSpec:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        check_options(self, has_flags=True)
         if self.kv_cache != "float" and (not self.cached or self.fast or self.compile):
             raise InputError(
                 f"{{--kv-cache|kv_cache}} {self.kv_cache} is for the default step",
@@ -348,9 +355,17 @@ def by_flag(each: Option) -> str:
 
 
 def chat_options() -> tuple[Option, ...]:
-    """Return what a conversation takes: options of sampling, and how prompts are kept."""
+    """Return what a conversation takes: options of sampling, and how prompts are kept.
+
+    Defaults that a model's folder may set are not shown: what they are depends on the model.
+    """
+    own = (replace(each, show_default=each.hf is None) for each in options_of(DecodeSpec))
+    sampling = (
+        replace(each, default=LONGEST_ANSWER) if each.name == "max_new_tokens" else each
+        for each in own
+    )
     kept = (each for each in options_of(StepSpec) if each.name in ("prompt_cache", "kv_cache"))
-    return (*options_of(DecodeSpec), *kept)
+    return (*sampling, *kept)
 
 
 def serving_options() -> tuple[Option, ...]:

@@ -282,10 +282,16 @@ def settings_text(cls: type, *, prefix: str) -> str:
     return "\n".join(lines)
 
 
-def check_options(value: Any) -> None:
-    """Require that every option of a spec keeps its limits; for `__post_init__`."""
+def check_options(value: Any, *, has_flags: bool = False) -> None:
+    """Require that every option of a spec keeps its limits; for `__post_init__`.
+
+    `has_flags`: the command line sets them by flags, so its errors name those.
+    """
     for each in options_of(type(value)):
-        each.check(getattr(value, each.name))
+        held = getattr(value, each.name)
+        if has_flags:
+            each = dataclasses.replace(each, name=f"{{{each.flag}|{each.name}}}")
+        each.check(held)
 
 
 def _resolve(field: "dataclasses.Field[Any]", hint: Any, declared: _Declared) -> Option:

@@ -106,8 +106,8 @@ class QuantSpec:
                 raise InputError(
                     problem,
                     where=layer_of(target.name),
-                    hint="choose a group that fits, or none; {--indivisible int8|"
-                    "indivisible='int8'} rounds such layers to 8 bits",
+                    hint="leave the group out, or choose one that fits; {--indivisible int8|"
+                    "indivisible='int8'} rounds such layers to 8 bits, {keep|'keep'} leaves them",
                 )
 
 
@@ -132,11 +132,16 @@ def quant_spec(
     mean_bits = bits if bits is not None and Int4.bits < bits < Int8.bits else None
     bits = bits if mean_bits is None else Int4.bits
     options = {"group": group, "symmetric": symmetric}
-    head = None if head_bits is None else make_scheme(scheme_of_bits(head_bits), **options)
+    head = None
+    if head_bits is not None:
+        narrow = scheme_of_bits(head_bits, what="{--head-bits|head_bits}")
+        head = make_scheme(narrow, **options)
     if isinstance(scheme, str) or scheme is None:
-        own = (
-            scheme_of_bits(8 if bits is None else bits) if scheme is None else scheme_class(scheme)
-        )
+        if scheme is None:
+            given, rule = 8 if bits is None else bits, "not from 4 to 8"
+            own = scheme_of_bits(given, what="{--bits|bits}", rule=rule)
+        else:
+            own = scheme_class(scheme)
         made = make_scheme(own, **options)
         if head is None and symmetric is not None:
             head = make_scheme(type(made.for_head()), symmetric=symmetric)

@@ -236,10 +236,12 @@ def scheme_class(name: str) -> type[Scheme]:
     raise InputError(f"no quantization scheme '{name}'", hint=nearest(name, NAMES))
 
 
-def scheme_of_bits(bits: float) -> type[Scheme]:
-    """Return the integer scheme with this many bits."""
+def scheme_of_bits(
+    bits: float, *, what: str = "bits", rule: str = "neither 8 nor 4"
+) -> type[Scheme]:
+    """Return the integer scheme with this many bits; an error names `what`, and the `rule`."""
     if bits not in BY_BITS:
-        raise InputError(f"bits {bits:g} is neither 8 nor 4", hint="use 8 or 4")
+        raise InputError(f"{what} {bits:g} is {rule}", hint="use 8 or 4")
     return BY_BITS[int(bits)]
 
 

@@ -313,6 +313,7 @@ class PrepareSpec:
         help="Share of the documents that validate; a hash of the document decides.",
         above=0.0,
         at_most=0.5,
+        hint="0.05 holds out one document in twenty",
         parse=parse_share,
         metavar="SHARE",
     )

@@ -13,11 +13,8 @@ from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_i
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.request import read_request
 from glassformer.generation.stepping import Stepper
-from glassformer.spec.decoding import DecodeSpec, StepSpec, chat_options
+from glassformer.spec.decoding import LONGEST_ANSWER, DecodeSpec, StepSpec, chat_options
 from glassformer.spec.errors import InputError, nearest
-
-#: The most tokens of an answer in a chat, unless an option or the folder says otherwise.
-LONGEST_ANSWER = 1_024
 
 
 def begin_chat(

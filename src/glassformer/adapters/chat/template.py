@@ -347,7 +347,11 @@ class Conversation:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
-            raise MachineError(f"could not write {path}: {error.strerror}") from error
+            raise MachineError(
+                f"the conversation cannot be saved: {error.strerror}",
+                where=visible(str(path)),
+                hint="name a file in a folder that is there and yours to write to",
+            ) from error
 
     def _spoken(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -30,6 +30,7 @@ from glassformer.checks.measure import (
     seeded,
 )
 from glassformer.checks.subject import Subject
+from glassformer.spec.manifest import manifest
 
 # B batch, T length
 
@@ -399,6 +400,8 @@ def gradient_flow(subject: Subject) -> Measure:
     largest, logits = _gradients(subject)
     theory = subject.zero_by_theory or {}
     dead = [name for name, size in largest.items() if not size > 0 and name not in theory]
+    unchosen = _unchosen(subject, dead)
+    dead = [name for name in dead if name not in unchosen]
     strange = [name for name, size in largest.items() if not math.isfinite(size)]
     if strange:
         return Measure(math.inf, EXACT, subject.size, f"not finite: {', '.join(strange)}")
@@ -414,8 +417,9 @@ def gradient_flow(subject: Subject) -> Measure:
         return Measure(float(len(dead)), EXACT, subject.size, note, limit=limit)
     scale = max(largest.values())
     worst = max((largest[name] / scale for name in theory if name in largest), default=0.0)
-    note = f"zero by theory: {len(theory)}" if theory else ""
-    return Measure(worst, tolerance_of(logits, subject), subject.size, note)
+    notes = [f"zero by theory: {len(theory)}"] if theory else []
+    notes += [f"of experts that no token chose: {len(unchosen)}"] if unchosen else []
+    return Measure(worst, tolerance_of(logits, subject), subject.size, ", ".join(notes))
 
 
 def _gradients(subject: Subject) -> tuple[dict[str, float], Tensor]:
@@ -445,6 +449,28 @@ def _gradients(subject: Subject) -> tuple[dict[str, float], Tensor]:
         for parameter in parameters.values():
             parameter.grad = None
     return largest, logits
+
+
+@torch.no_grad()
+def _unchosen(subject: Subject, names: list[str]) -> set[str]:
+    """Return those of the parameters that belong to an expert which no token goes to.
+
+    Whatever such a weight is, the logits keep their bits.
+    """
+    if subject.model is None:
+        return set()
+    routed = {each.name for each in manifest(subject.model.spec) if each.expert is not None}
+    tokens, found = tokens_of(subject, 5, min(23, subject.max_length), seed=68), set()
+    for name in (name for name in names if name in routed):
+        parameter = (subject.parameters or {})[name]
+        kept, before = parameter.detach().clone(), subject.logits(tokens, None)
+        try:
+            parameter.add_(1.0)
+            if torch.equal(subject.logits(tokens, None), before):
+                found.add(name)
+        finally:
+            parameter.copy_(kept)
+    return found
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The state of stdout and stderr, and what the terminal can show: its width, characters, colours.
+"""stdin, stdout and stderr, and what the terminal can show: its width, characters, colours.
 
 A requested result that cannot be written is an error of the machine; a reader that closes the pipe
 is not an error; progress that cannot be written is dropped, and the work goes on. The environment
@@ -26,7 +26,11 @@ CUT_OFF = 128 + signal.SIGPIPE
 
 
 def open_streams() -> None:
-    """Discard what goes to a closed stream; escape characters that stdout cannot encode."""
+    """Discard what goes to a closed stream, and read nothing from one; escape characters that
+    stdout cannot encode.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  open until the process ends
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process ends
     if sys.stderr is None:

@@ -84,4 +84,6 @@ def _write(model: str, folder: Path, *, to: str, dtype: str | None, as_json: boo
         return
     kind = f", model_type {result['model_type']}" if "model_type" in result else ""
     print(f"{folder}: {result['parameters']:,} parameters, {result['dtype']}{kind}", flush=True)
-    end("", after_converting(folder, to, model_prompt(adapter.get_tokenizer())))
+    continues = "next" in adapter.spec.head_names()
+    prompt = model_prompt(adapter.get_tokenizer())
+    end("", after_converting(folder, to, prompt, continues=continues))

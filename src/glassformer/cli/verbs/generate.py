@@ -97,8 +97,11 @@ def generate(
     """
     path = find_model(run, runs=Path(runs), download=download)
     if chat:
-        if draft is not None:
-            raise InputError("--draft does not go with --chat", hint="glass generate MODEL PROMPT")
+        for flag, is_given in (("--draft", draft is not None), ("--raw", raw)):
+            if is_given:
+                raise InputError(
+                    f"{flag} does not go with --chat", hint="glass generate MODEL PROMPT"
+                )
         from glassformer.cli.verbs.generate import talk
 
         talk(
@@ -146,10 +149,14 @@ def read_options(options: Mapping[str, Any], tokenizer: "Tokenizer") -> "Request
         forbidden=nameless_ids(tokenizer),
         spell=by_flag,
     )
+    _mention_unused(options)
+    return request
+
+
+def _mention_unused(options: Mapping[str, Any]) -> None:
     unused = ", ".join(map(by_flag, without_effect(options)))
     if unused:
         tell(f"note: {unused}: nothing is sampled at temperature 0; --temperature 1?")
-    return request
 
 
 def _run(
@@ -286,7 +293,8 @@ def chat(
     """Hold a conversation with a model.
 
     Ctrl-C ends an answer, Ctrl-D the conversation, /help lists commands. Without a terminal every
-    line of stdin is a question. Examples:
+    line of stdin is a question. Answers are sampled as the model's generation_config.json says,
+    greedily without one, unless options say otherwise. Examples:
 
       glass chat Qwen/Qwen3-0.6B
 
@@ -325,6 +333,7 @@ def talk(
         device=device,
         threads=threads,
     )
+    _mention_unused({**options, "temperature": held.spec.temperature})
     raise typer.Exit(converse(held, first=first, as_json=as_json))
 
 
@@ -402,7 +411,10 @@ def template_option(text: str) -> tuple[str, Any]:
     """Parse `enable_thinking=false`, a variable of the template; a value is JSON, else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise InputError(f"{text[:60]!r} is no option", hint="enable_thinking=false")
+        raise InputError(
+            f"--chat-option {text[:60]!r} is not NAME=VALUE",
+            hint="--chat-option enable_thinking=false",
+        )
     try:
         return name, json.loads(value)
     except ValueError:
@@ -491,7 +503,7 @@ def _show_text(conversation: "Conversation", question: str) -> None:
     if turn.dropped:
         tell(f"(the oldest {turn.dropped} messages no longer fit and are out of the model's sight)")
     if turn.finish == "length":
-        tell("(cut off: the answer reached its longest)")
+        tell("(cut off: --max-new or the end of the context was reached)")
     elif turn.finish == "stopped":
         tell("(stopped)")
 

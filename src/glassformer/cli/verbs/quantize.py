@@ -123,11 +123,11 @@ def quantize(
 
       glass quantize text --bits 8
 
-      glass quantize text --bits 4.5
+      glass quantize lm-modern --bits 4.5
 
-      glass quantize text --bits 4 --calibrate novel.txt --out text-small
+      glass quantize lm-modern --bits 4 --calibrate novel.txt --out lm-small
 
-      glass quantize text --scheme int4 --qat 200
+      glass quantize lm-modern --scheme int4 --qat 200
     """
     path = resolve.find_model(model, runs=Path(runs))
     if dequantize:
@@ -199,7 +199,10 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
     print(_as_text(outcome), flush=True)
     for said in outcome.warnings:
         tell(f"warning: {said}")
-    end(outcome.folder, after_quantizing(outcome.folder, outcome.prompt))
+    end(
+        outcome.folder,
+        after_quantizing(outcome.folder, outcome.prompt, continues=outcome.continues),
+    )
 
 
 def _undo(path: str, *, out: Path, as_json: bool) -> None:

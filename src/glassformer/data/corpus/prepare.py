@@ -182,7 +182,9 @@ def _locked(folder: Path) -> Iterator[None]:
         handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise MachineError(
-            f"the folder cannot be made: {error.strerror}", where=str(folder)
+            f"the folder cannot be made: {error.strerror}",
+            where=str(folder),
+            hint="name a folder that is new, or yours to write to",
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -98,7 +98,8 @@ def find_sources(paths: Sequence[str | Path]) -> Found:
             elif path.exists():
                 sources.append(_source(path, path.name))
             else:
-                raise InputError("there is no such file or folder", where=str(path))
+                hint = "paths are relative to the current folder"
+                raise InputError("there is no such file or folder", where=str(path), hint=hint)
     if not sources:
         where = ", ".join(str(path) for path in paths)
         raise InputError("there is nothing to read", where=where, hint="name a file with text")
@@ -276,7 +277,9 @@ def _whole_characters(text: str, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"half of a character: {error.reason}", where=where) from error
+        raise InputError(
+            f"half of a character: {error.reason}", where=where, hint="leave that document out"
+        ) from error
     return text
 
 
@@ -435,7 +438,11 @@ def _named_errors(path: Path) -> Iterator[None]:
             hint="copy it again, or leave it out",
         ) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise FileError(f"the packed file is damaged: {error}", where=str(path)) from error
+        raise FileError(
+            f"the packed file is damaged: {error}",
+            where=str(path),
+            hint="copy it again, or leave it out",
+        ) from error
     except PermissionError as error:
         raise InputError(
             f"cannot be read: {error.strerror}", where=str(error.filename or path)

@@ -278,7 +278,7 @@ def read_index(folder: Path) -> Index:
             },
         )
         width = _DTYPES[index.dtype].itemsize
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             "there is no index.json, so this is no prepared corpus",
             where=str(folder),

@@ -78,7 +78,8 @@ def _draw(seed: int, name: str) -> tuple[bytes, str]:
 def _files(path: Path) -> Iterator[Document]:
     """Yield every file below, by name; skip hidden files and folders."""
     if not path.exists():
-        raise InputError("there is no such file or folder", where=str(path))
+        hint = "paths are relative to the current folder"
+        raise InputError("there is no such file or folder", where=str(path), hint=hint)
     try:
         if path.is_file():
             yield Document(name=path.name, content=path.read_bytes())
