@@ -84,7 +84,7 @@ def test_a_mean_needs_batches_and_room():
     with pytest.raises(InputError, match="leaves no layer of this model 8 bits"):
         quantize_on(model(), [tokens(model())], quant_spec(bits=4.001))
     narrow = gf.build(gf.preset("core", d_model=48, d_ff=64), seed=0).model
-    with pytest.raises(InputError, match="less than the 7.20 of this model") as error:
+    with pytest.raises(InputError, match=r"less than the 7\.20 of this model") as error:
         quantize_on(narrow, [tokens(narrow)], quant_spec(bits=4.5))
     assert error.value.hint == "7.2 bits or more, or 4"
     with pytest.raises(InputError, match="nothing to calibrate on"):
