@@ -34,7 +34,14 @@ from typing import TYPE_CHECKING, get_args
 import torch
 import torch.nn.functional as F
 
-from bench.quant_peers import ggml_packed, ggml_quantizer, installed, k_m_format, peers_of
+from bench.quant_peers import (
+    ggml_packed,
+    ggml_quantizer,
+    installed,
+    k_m_format,
+    peers_of,
+    torch_calls,
+)
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
@@ -95,6 +102,7 @@ SCHEMES = {
     "int4 g64, 16-bit scales": Int4(group=64, fine=False),
     "int4 g32 symmetric": Int4(group=32, symmetric=True),
 }
+INT8 = ("int8 per channel", "int8 g32")
 SPECS = {
     "int8": QuantSpec(),
     "int4": QuantSpec(scheme=Int4(), method="absmax"),
@@ -141,7 +149,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         help="the row of this name, or rows with it, or several with commas between; without a "
-        "model: layers, 10 M or 0.5 B",
+        "model: layers, fbgemm, 10 M or 0.5 B",
     )
 
 
@@ -157,7 +165,12 @@ def run(
         return
     for title, found in installed().items():
         yield _row("peers", f"{title}: {'installed' if found else 'not installed'}")
-    parts = {"layers": layers, "10 M": small_model, "0.5 B": large_model}
+    parts = {
+        "layers": layers,
+        "fbgemm": beside_fbgemm,
+        "10 M": small_model,
+        "0.5 B": large_model,
+    }
     only = "" if asked is None else asked.only
     for count in (1, 2) if device == "cpu" else (torch.get_num_threads(),):
         with taking(count):
@@ -607,9 +620,11 @@ def _timed(sides: dict[str, Side], *, device: str, rounds: int) -> dict[str, lis
     return times
 
 
-def _rows(case: str, times: dict[str, list[float]], device: str) -> Iterator[dict[str, object]]:
+def _rows(
+    case: str, times: dict[str, list[float]], device: str, *, base: str = EAGER
+) -> Iterator[dict[str, object]]:
     for name, values in times.items():
-        shares = [ours / theirs for ours, theirs in zip(values, times[EAGER], strict=True)]
+        shares = [ours / theirs for ours, theirs in zip(values, times[base], strict=True)]
         label = f"{case}, {_clock(device)[1]}"
         yield _row(label, name, statistics.median(values), statistics.median(shares))
 
@@ -642,6 +657,26 @@ def layers(
             sides |= {name: lambda x=x, call=call: call(x) for name, call in peers.items()}
             times = _timed(sides, device=device, rounds=rounds)
             yield from _rows(f"layer {outputs}x{inputs}, {rows} rows", times, device)
+
+
+@torch.inference_mode()
+def beside_fbgemm(*, device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
+    """Our INT8 products over torch's FBGEMM, in turns with nothing else between them."""
+    if device != "cpu":
+        return
+    generator = torch.Generator().manual_seed(0)
+    for outputs, inputs in LAYERS[1:]:
+        weight = torch.randn(outputs, inputs, generator=generator) * 0.02
+        [(base, theirs)] = torch_calls(weight)
+        tensors = {name: quantize_tensor(weight, SCHEMES[name]) for name in INT8}
+        ours = {name: QuantizedLinear(t, None, backend="c") for name, t in tensors.items()}
+        for rows in (1, 64):
+            x = torch.randn(rows, inputs, generator=generator)
+            sides: dict[str, Side] = {base: lambda x=x, call=theirs: call(x)}
+            sides |= {name: lambda x=x, layer=layer: layer(x) for name, layer in ours.items()}
+            times = _timed(sides, device=device, rounds=3 * rounds)
+            case = f"layer {outputs}x{inputs}, {rows} rows, over FBGEMM"
+            yield from _rows(case, times, device, base=base)
 
 
 def _layer(tensor: QuantizedTensor, backend: str) -> QuantizedLinear | None:
