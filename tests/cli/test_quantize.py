@@ -216,6 +216,8 @@ def test_grids_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_p
         (["--tied", "both"], "not one of"),
         (["--qat", "-1"], "negative"),
         (["--qat", "2", "--method", "mse"], "by training"),
+        (["--method", "qat"], "--method qat trains"),
+        (["--method", "foo"], "--method 'foo' is not one of absmax, gptq, hqq, mse"),
         (["--method", "mse", "--calibrate", "x.txt"], "needs no text"),
         (["--calibrate", "no-such.txt"], "cannot be read"),
         (["--backend", "gpu"], "no backend"),

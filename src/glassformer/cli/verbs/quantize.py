@@ -171,6 +171,10 @@ def quantize(
 
 def _way(method: str | None, *, calibrate: str | None, qat: int, bits: float | None) -> str | None:
     """Return how scales are found: the method given, or the one that other options imply."""
+    if method == "qat":
+        raise InputError("--method qat trains", hint="--qat STEPS, such as --qat 200")
+    if method is not None:
+        one_of("--method", method, [name for name in get_args(Method) if name != "qat"])
     if qat < 0:
         raise InputError(f"--qat {qat} is negative", hint="a number of steps, such as 200")
     if qat and bits is not None and bits not in BY_BITS:
