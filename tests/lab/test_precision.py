@@ -1,9 +1,12 @@
-"""The paired standard error, against its definition."""
+"""The paired standard error, against its definition; which step is timed."""
 
 import numpy as np
 import pytest
 
-from glassformer.lab.measure.precision import _paired
+import glassformer as gf
+from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.kernels import c_library
+from glassformer.lab.measure.precision import _paired, speeds
 
 
 def test_equal_weights_give_the_standard_error_of_a_mean():
@@ -25,3 +28,20 @@ def test_the_error_is_what_other_examples_would_show():
 
 def test_one_example_has_no_error():
     assert _paired(np.array([0.0]), np.array([3.0])) == (0.0, None)
+
+
+@pytest.mark.skipif(not c_library.available(), reason="the native step needs C")
+def test_what_is_timed_is_the_step_that_generating_takes(monkeypatch):
+    """`glass quantize` once printed the speeds of another step, which was slower in 4 bits."""
+    full = gf.build(gf.preset("qwen", d_model=32, d_ff=64, n_layers=1), seed=0).model
+    small = gf.quantize(full, bits=4)
+    started, start = [], NativeStepper.start
+
+    def seen(self, prompts, *, room):
+        started.append(self.model)
+        return start(self, prompts, room=room)
+
+    monkeypatch.setattr(NativeStepper, "start", seen)
+    prefill, decode = speeds(full, small)
+    assert min(*prefill.tokens_per_second, *decode.tokens_per_second) > 0
+    assert {id(model) for model in started} == {id(full), id(small)}

@@ -357,7 +357,7 @@ class Outcome:
     """The folder that was written, the comparison, and the timings that `auto` went by.
 
     `method` found the scales; `schemes` counts the layers of each scheme; `wider` are those that a
-    mean number of bits left 8, `indivisible` those that have 8 as no group divides their inputs;
+    mean number of bits left 8, `indivisible` those whose inputs the group does not divide;
     `narrowed` says why a table has 4 bits; `prompt` is a text to try the model with, which it can
     continue if `continues`.
     """
@@ -521,7 +521,7 @@ def _wider(spec: QuantSpec, model: Model) -> tuple[str, ...]:
 
 
 def _indivisible(spec: QuantSpec, model: Model) -> tuple[str, ...]:
-    """Return the quantized layers, heads and tables aside, whose inputs no group divides."""
+    """Return the quantized layers whose inputs the group does not divide, tables aside."""
     return tuple(
         path
         for path, layer in quantized_layers(model)

@@ -104,10 +104,10 @@ def wider_layers(
     }
     total = sum(weights for weights, _ in inner.values())
     least = sum(scheme.bits * weights for weights, scheme in inner.values()) / max(1, total)
-    if least > spec.mean_bits:  # no group divides the inputs of some layers, which have 8
+    if least > spec.mean_bits:  # the group does not divide the inputs of some, which have 8
         raise InputError(
             f"a mean of {spec.mean_bits:g} bits is less than the {least:.2f} of this model, where "
-            "layers whose inputs no group divides have 8",
+            "layers whose inputs the group does not divide have 8",
             hint=f"{math.ceil(10 * least) / 10:g} bits or more, or 4",
         )
     narrow = {path: scheme for path, (_, scheme) in inner.items() if scheme.bits < Int8.bits}

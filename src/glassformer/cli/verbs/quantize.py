@@ -49,8 +49,8 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="How scales are found: gptq (the default), mse (a fraction of its time), hqq or "
-            "absmax."
+            help="How scales are found: gptq (the default where a text is looked at), mse (a "
+            "fraction of its time), hqq or absmax."
         ),
     ] = None,
     calibrate: Annotated[
@@ -294,8 +294,8 @@ def _as_text(outcome: "Outcome") -> str:
         some = ", ".join(outcome.indivisible[:3])
         more = ", ..." if len(outcome.indivisible) > 3 else ""
         lines.append(
-            f"8 bits                 {len(outcome.indivisible)} layers whose inputs no group "
-            f"divides: {some}{more}"
+            f"8 bits                 {len(outcome.indivisible)} layers whose inputs the group "
+            f"does not divide: {some}{more}"
         )
     if outcome.wider:
         lines.append(f"8 bits, where 4 cost most: {', '.join(outcome.wider)}")
