@@ -51,7 +51,7 @@ OUTSIDE = {
     "costs": set(),
     "data": {"numpy", "tokenizers", "num2words", "babel", "pyarrow"},
     "store": {"numpy", "safetensors"},
-    "kernels": {"numpy", "torch", "triton", "threadpoolctl"},
+    "kernels": {"numpy", "torch", "triton", "cuda", "threadpoolctl"},
     "nn": {"torch"},
     "byhand": {"numpy"},
 }
@@ -61,7 +61,6 @@ ONLY_WITH = {
     "glassformer.kernels.triton_decode": "triton",
     "glassformer.kernels.triton_loss": "triton",
     "glassformer.kernels.triton_norm": "triton",
-    "glassformer.kernels.triton_rows": "triton",
     "glassformer.kernels.triton_step": "triton",
 }
 WITHOUT_TORCH = ("spec", "budget", "costs", "data", "store", "byhand")

@@ -6,6 +6,7 @@ row is then in the last column, and the real tokens of a row stay contiguous whi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -111,12 +112,15 @@ def text_prompt(spec: ModelSpec, tokenizer: Tokenizer, text: str) -> Prompts:
 def padded(rows: Sequence[Ids]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     """Return ids (B, T), padded on the left with 0, and which are real; None if all are."""
     longest = max(map(len, rows))
-    tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
-    valid_BT = np.zeros((len(rows), longest), dtype=np.bool_)
+    shape = len(rows), longest
+    if min(map(len, rows)) == longest:
+        count = len(rows) * longest
+        return np.fromiter(chain.from_iterable(rows), np.int64, count).reshape(shape), None
+    tokens_BT, valid_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     for place, row in enumerate(rows):
         tokens_BT[place, longest - len(row) :] = row
         valid_BT[place, longest - len(row) :] = True
-    return tokens_BT, None if valid_BT.all() else valid_BT
+    return tokens_BT, valid_BT
 
 
 def _rows(
@@ -134,6 +138,9 @@ def _rows(
     made = []
     try:
         for row in given:  # type: ignore[union-attr]
+            if isinstance(row, list | tuple) and set(map(type, row)) == {int}:
+                made.append(tuple(row))
+                continue
             ids = np.asarray(row)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
                 raise TypeError(f"a row of shape {ids.shape} and dtype {ids.dtype}")
@@ -153,6 +160,8 @@ def _check_rows(name: str, rows: Sequence[Ids], vocab_size: int) -> None:
                 where=f"{name}[{place}]",
                 hint="give at least one token, the one that begins a sequence if nothing else",
             )
+        if min(row) >= 0 and max(row) < vocab_size:
+            continue
         for column, token in enumerate(row):
             if not 0 <= token < vocab_size:
                 raise InputError(

@@ -8,8 +8,6 @@ evaluations all read from here.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING
 from glassformer.generation.constraint import Constraint
@@ -107,14 +105,14 @@ def generate_batch(
         logprobs=logprobs,
     )
     collected = [Collected() for _ in range(len(prompts))]
-    made = list(columns)
-    tokens_BT = np.stack([column.tokens_B for column in made], 1)
-    logprobs_BT = np.stack([column.logprobs_B for column in made], 1)
-    for number, row in enumerate(collected):  # texts are decoded once, at the end
-        there_T = tokens_BT[number] != NOTHING
-        row.tokens = tokens_BT[number][there_T].tolist()
-        row.logprobs = logprobs_BT[number][there_T].tolist()
-        row.finish = made[-1].finish[number]
+    for column in columns:  # texts are decoded once, at the end
+        chosen = zip(collected, column.tokens_B.tolist(), column.logprobs_B.tolist(), strict=True)
+        for row, token, logprob in chosen:
+            if token != NOTHING:
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+    for row, finish in zip(collected, column.finish, strict=True):
+        row.finish = finish
     texts = [text_of(row.tokens, spec=spec, tokenizer=tokenizer) for row in collected]
     facts = stepper.facts
     return [row.result(text, facts) for row, text in zip(collected, texts, strict=True)]

@@ -151,7 +151,7 @@ class Product:
 
 
 class Gained(NamedTuple):
-    """Rows before an RMS norm, prepared for it by whoever made them (`triton_rows`).
+    """Rows before an RMS norm, prepared for it by whoever made them (`cuda_rows`).
 
     The rows as they are, times the norm's gain, and their sums of squares by tiles of columns.
     """

@@ -15,9 +15,13 @@ from glassformer.kernels.triton_decode import await_inputs, overlaps
 # B rows, I items (searches), V vocab, P parts of the vocabulary, W beams, S positions of the cache,
 # C steps whose choices are kept
 
-PART = 4096  # tokens that a program looks through
+PART = 4096  # tokens that a program looks through, for those of beams
+#: For the likeliest token a program looks through chunks of lines, so many that this many programs
+#: are run: as many as there is room for on an H200, of one warp each.
+LINES, LINE, PROGRAMS = 32, 16, 4_224
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest float32 number
 WIDEST = 16  # beams of a search that is done here
-#: What a token is not, by the bits of its flag.
+#: What a token is not, by the bits of its flag; the flag after the last is 1 if any is closed.
 CLOSED, END = 1, 2
 #: The numbers in `counters`: tokens read so far, 1 if the last choice is to be read next, choices
 #: made, choices to make, and 1 if a choice is not the GPU's to make.
@@ -66,28 +70,74 @@ def _look(
     part = tl.program_id(1)
     v = part * PART + tl.arange(0, PART)
     inside = v < n_vocab
-    flag = tl.load(flag_ptr + v, inside, 1)
+    closed = (tl.load(flag_ptr + v, inside, 1) & 1) != 0
     await_inputs(EARLY)
     x = tl.load(logit_ptr + b.to(tl.int64) * n_vocab + v, inside, float("-inf")).to(tl.float32)
     # NaN counts as larger than anything, and is found again by whoever puts the parts together.
-    most = tl.max(tl.where(x == x, x, float("inf")), 0)
+    x = tl.where(x == x, x, float("inf"))
+    most = tl.max(x, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     at = b * n_parts + part
     tl.store(most_ptr + at, most)
     tl.store(sum_ptr + at, tl.sum(tl.exp(x - base), 0))
-    x = tl.where((flag & 1) != 0, float("-inf"), tl.where(x == x, x, float("inf")))
     # The larger number first, and of equal ones the first token.
-    if WIDTH == 1:
-        top = tl.max(x, 0)
-        token = tl.min(tl.where(x == top, v, 0x7FFFFFFF), 0)
-        tl.store(best_ptr + at, (_sortable(top).to(tl.int64) << 32) | (0x7FFFFFFF - token))
-        return
+    x = tl.where(closed, float("-inf"), x)
     order = (_sortable(x).to(tl.int64) << 32) | (0x7FFFFFFF - v)
     for w in tl.static_range(WIDTH):
         best = tl.max(order, 0)
         tl.store(best_ptr + at * WIDTH + w, best)
         if w + 1 < WIDTH:
             order = tl.where(order == best, -0x7FFFFFFFFFFFFFFF, order)
+
+
+@triton.jit
+def _look_for_one(
+    logit_ptr, flag_ptr, most_ptr, sum_ptr, best_ptr, n_vocab, n_parts, n_chunks,
+    LINES: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`_look` for the likeliest token, over several chunks; each line of a chunk by itself.
+
+    Nothing is done for a single number but its share of the sum and of its line's largest number:
+    where that was is found at the end. NaN makes the sum NaN.
+    """
+    b = tl.program_id(0)
+    part = tl.program_id(1)
+    within = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    first = part * n_chunks * (LINES * LINE)
+    v = first + within
+    row_ptr = logit_ptr + b.to(tl.int64) * n_vocab
+    any_closed = tl.load(flag_ptr + n_vocab)
+    await_inputs(EARLY)
+    next_x = tl.load(row_ptr + v, v < n_vocab, float("-inf"))
+    most = tl.full((LINES,), LOWEST, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    top = tl.full((LINES,), float("-inf"), tl.float32)
+    where = tl.zeros((LINES,), tl.int32)
+    for chunk in range(n_chunks):
+        x = next_x.to(tl.float32)
+        v += LINES * LINE
+        next_x = tl.load(row_ptr + v, (v < n_vocab) & (chunk + 1 < n_chunks), float("-inf"))
+        here = tl.max(x, 1)
+        larger = tl.maximum(most, here)
+        total = total * tl.exp(most - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
+        most = larger
+        if any_closed != 0:
+            now = v - LINES * LINE
+            closed = tl.load(flag_ptr + now, now < n_vocab, 1) & 1
+            here = tl.max(tl.where(closed != 0, float("-inf"), x), 1)
+        where = tl.where(here > top, chunk, where)
+        top = tl.maximum(top, here)
+    at = b * n_parts + part
+    whole = tl.max(most, 0)
+    tl.store(most_ptr + at, whole)
+    tl.store(sum_ptr + at, tl.sum(total * tl.exp(most - whole), 0))
+    # The larger number first, and of equal ones the first token.
+    best = tl.max(top, 0)
+    v = first + where[:, None] * (LINES * LINE) + within
+    x = tl.load(row_ptr + v, v < n_vocab, float("-inf")).to(tl.float32)
+    open = (tl.load(flag_ptr + v, v < n_vocab, 1) & 1) == 0
+    token = tl.min(tl.min(tl.where((x == best) & open, v, 0x7FFFFFFF), 1), 0)
+    tl.store(best_ptr + at, (_sortable(best).to(tl.int64) << 32) | (0x7FFFFFFF - token))
 
 
 @triton.jit
@@ -113,8 +163,9 @@ def _likeliest(
     best = tl.load(best_ptr + b * n_parts + p, ok, -0x7FFFFFFFFFFFFFFF)
     number, token = _number_of(tl.max(best, 0))
     top = tl.max(most, 0)
-    value = number - top - tl.log(tl.sum(total * tl.exp(most - top), 0))
-    finite = (top < float("inf")) & (number > float("-inf"))
+    whole = tl.sum(total * tl.exp(most - top), 0)
+    value = number - top - tl.log(whole)
+    finite = (whole == whole) & (top < float("inf")) & (number > float("-inf"))
     row = tl.load(counter_ptr + 2) % n_kept
     tl.store(token_ptr + b, tl.where(finite, token, 0))
     tl.store(made_ptr + row * n_rows + b, tl.where(finite, token, -1))
@@ -134,9 +185,21 @@ def choose_likeliest(
     `made_CB` gets -1 where logits are not numbers or no token is open; `values_CB` gets the model's
     log-probabilities, whatever is closed.
     """
-    B, parts = len(logits_BV), triton.cdiv(logits_BV.shape[1], PART)
-    most_BP, total_BP, best_BP = _found(logits_BV, flags_V, 1)
-    early = overlaps(logits_BV.device)
+    keep_likeliest(*_found(logits_BV, flags_V, 1), counters, tokens_B, made_CB, values_CB)
+
+
+def keep_likeliest(
+    most_BP: Tensor,
+    total_BP: Tensor,
+    best_BP: Tensor,
+    counters: Tensor,
+    tokens_B: Tensor,
+    made_CB: Tensor,
+    values_CB: Tensor,
+) -> None:
+    """Put together what was found in parts of the vocabulary; see `choose_likeliest`."""
+    B, parts = most_BP.shape
+    early = overlaps(most_BP.device)
     _likeliest[(B,)](
         most_BP, total_BP, best_BP, counters, tokens_B, made_CB, values_CB, parts, B, len(made_CB),
         PARTS=triton.next_power_of_2(parts), EARLY=early, num_warps=1, launch_pdl=early,
@@ -146,14 +209,21 @@ def choose_likeliest(
 def _found(logits_BV: Tensor, flags_V: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit, the sum of exponentials and the best tokens of each part."""
     B, V = logits_BV.shape
-    assert logits_BV.is_contiguous()
-    parts, early = triton.cdiv(V, PART), overlaps(logits_BV.device)
+    assert logits_BV.is_contiguous() and len(flags_V) == V + 1
+    chunks = max(1, round(B * V / (LINES * LINE * PROGRAMS)))
+    parts = triton.cdiv(V, chunks * LINES * LINE if width == 1 else PART)
+    early = overlaps(logits_BV.device)
     most_BP, total_BP = logits_BV.new_empty(2, B, parts, dtype=torch.float32)
     best_BPW = logits_BV.new_empty(B, parts, width, dtype=torch.long)
-    _look[(B, parts)](
-        logits_BV, flags_V, most_BP, total_BP, best_BPW, V, parts,
-        WIDTH=width, PART=PART, EARLY=early, num_warps=4, launch_pdl=early,
-    )  # fmt: skip
+    operands = (logits_BV, flags_V, most_BP, total_BP, best_BPW, V, parts)
+    if width == 1:
+        _look_for_one[(B, parts)](
+            *operands, chunks, LINES=LINES, LINE=LINE, EARLY=early, num_warps=1, launch_pdl=early
+        )
+    else:
+        _look[(B, parts)](
+            *operands, WIDTH=width, PART=PART, EARLY=early, num_warps=4, launch_pdl=early
+        )
     return most_BP, total_BP, best_BPW
 
 
@@ -269,11 +339,10 @@ def choose_beams(
     Then row MADE of the histories has the rows that are continued, their tokens and sums, and GO
     is 1; otherwise it is 0, nothing is changed, and the same step can be done again.
     """
-    B, V = logits_BV.shape
-    parts, early = triton.cdiv(V, PART), overlaps(logits_BV.device)
     assert width <= WIDEST
     width = max(2, triton.next_power_of_2(width))
     most_BP, total_BP, best_BPW = _found(logits_BV, flags_V, width)
+    (B, parts), early = most_BP.shape, overlaps(logits_BV.device)
     parent_B, chosen_B = tokens_B.new_empty(2, B)
     score_B = torch.empty_like(totals_B)
     _search[(len(last_I),)](

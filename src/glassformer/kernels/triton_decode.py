@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from glassformer.kernels import cuda_attend
+
 # B rows, I inputs, O outputs, N query heads, K key-value heads, X = N + 2 K, H d_head,
 # S positions of the cache, P parts of the past
 
@@ -443,6 +445,15 @@ def attend(
     X, K = qkv_BXH.shape[1], kv_BXSH.shape[1] // 2
     assert kv_BXSH.is_contiguous() and qkv_BXH.is_contiguous() and n_heads + 2 * K == X
     assert len(ends) in (1, len(qkv_BXH)) and (lines_BS is None or lines_BS.is_contiguous())
+    if cuda_attend.takes(
+        qkv_BXH, kv_BXSH, n_heads=n_heads, rotation=rotation, gains=gains, mask_BS=mask_BS,
+        slopes_N=slopes_N,
+    ):  # fmt: skip
+        return cuda_attend.attend(
+            qkv_BXH, kv_BXSH, ends, n_heads=n_heads, places_B=places_B, rotation=rotation,
+            gains=gains, eps=eps, window=window, mask_BS=mask_BS, slopes_N=slopes_N,
+            slots_B=slots_B, sources_B=sources_B, lines_BS=lines_BS,
+        )  # fmt: skip
     return _attention(
         qkv_BXH, qkv_BXH[:, n_heads:], kv_BXSH[:, :K], kv_BXSH[:, K:], ends,
         n_heads=n_heads, places_B=places_B, rotation=rotation, gains=gains, eps=eps, window=window,

@@ -319,7 +319,9 @@ class FastBlock:
         cross: tuple[Tensor, Tensor] | None,
         cross_mask_B11S: Tensor | None,
         lines: Lines | None,
+        last: Callable[[Tensor], Tensor] | None = None,
     ) -> "Tensor | Gained":
+        """Return the rows after this block, or those of them that `last` selects."""
         own = self.attention
         heads = own.heads(
             x_BD,
@@ -330,6 +332,8 @@ class FastBlock:
             mask_B11S=mask_B11S,
             lines=lines,
         )
+        if last is not None:
+            x_BD, heads = last(plain_rows(x_BD)), last(heads)
         x_BD = self.attn_norm(own.out.onto(x_BD, heads))
         if self.cross is not None:
             assert cross is not None
@@ -386,9 +390,16 @@ class FastModel:
             block.attention.slopes_N = _slopes(parts, block.attention)
         self.head = _make_head(model, make, norm=parts.final_norm)
         products = [product for block in self.blocks for product in block.products()]
-        for adder, reader in zip(products[1::2], products[2::2], strict=False):  # but the head
+        last = self.head if isinstance(self.head, Projection) else None
+        for adder, reader in zip(products[1::2], [*products[2::2], last], strict=True):
             if adder is not None and reader is not None:
                 adder.prepare(reader)
+
+    def finder(self, rows: int) -> "Projection | None":
+        """Return the head if it can find the likeliest tokens of so many rows by itself."""
+        if not isinstance(self.head, Projection) or self.head.finder is None:
+            return None
+        return self.head if self.head.finder.takes(rows) else None
 
     @property
     def all_attend_by_kernels(self) -> bool:
@@ -406,9 +417,11 @@ class FastModel:
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
         lines: Lines | None = None,
+        head: Callable[["Tensor | Gained"], Tensor] | None = None,
     ) -> Tensor:
         """Return logits (B, V) after one more token, which becomes position end - 1 of the cache.
 
+        Another `head` is given the rows that the model's head would read, before their norm.
         `positions_B` are the positions of the rows if not all are at end - 1, as with padding.
         `lines` say where the rows' past lies, for our GPU kernels.
         """
@@ -431,6 +444,8 @@ class FastModel:
         for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items():
             here = cos[at], sin[at]
             rotations[width] = here if positions_B is None else (here[0][:, None], here[1][:, None])
+        # Of the last layer only keys and values of all rows are needed.
+        last = end.last if isinstance(end, Places) else None
         for layer, block in enumerate(self.blocks):
             x_BD = block(
                 x_BD,
@@ -442,9 +457,9 @@ class FastModel:
                 cross=crosses[layer] if crosses else None,
                 cross_mask_B11S=cross_mask_B11S,
                 lines=lines,
+                last=last if block is self.blocks[-1] else None,
             )
-        last_BD = plain_rows(x_BD)
-        return self.head(end.last(last_BD) if isinstance(end, Places) else last_BD)
+        return self.head(plain_rows(x_BD)) if head is None else head(x_BD)
 
     def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
         embed = self.embed

@@ -146,12 +146,14 @@ def gpu_kernels(like: Tensor) -> ModuleType | None:
 
 def row_kernels(weight_OI: Tensor) -> ModuleType | None:
     """Return our kernels for products of some rows by these weights, or None without any."""
-    kernels = import_module("glassformer.kernels.triton_rows")
-    if weight_OI.dtype not in kernels.DTYPES or not kernels.runs_on(weight_OI.device):
-        return None
-    outputs, inputs = weight_OI.shape
-    fits = outputs <= kernels.MOST_OUTPUTS and inputs % kernels.LEAST_INPUTS == 0
-    return kernels if fits else None
+    kernels = import_module("glassformer.kernels.cuda_rows")
+    return kernels if kernels.reads(weight_OI) else None
+
+
+def head_kernels(weight_VI: Tensor) -> ModuleType | None:
+    """Return our kernels that find the likeliest tokens by these weights, or None without any."""
+    kernels = import_module("glassformer.kernels.cuda_head")
+    return kernels if kernels.reads(weight_VI) else None
 
 
 class Projection:
@@ -179,15 +181,14 @@ class Projection:
         self.norm_operands = {} if norm is None else norm_operands(norm)
         self.next_gain_O: Tensor | None = None
         self.rows: ModuleType | None = None
-        if self.gpu is not None and self.product.weight_OI.is_contiguous():
+        self.finder: ModuleType | None = None
+        if self.gpu is not None:
             self.rows = row_kernels(self.product.weight_OI)
-        if self.rows is not None:
-            device = self.product.weight_OI.device
-            self.counts = torch.zeros(self.rows.MOST_TILES, dtype=torch.int32, device=device)
+            self.finder = None if activation else head_kernels(self.product.weight_OI)
 
     def prepare(self, reader: "Projection") -> None:
         """Prepare what is added to a residual for the norm of a projection, where both can."""
-        both = self.rows is not None and reader.rows is not None
+        both = self.rows is not None and (reader.rows or reader.finder) is not None
         if both and reader.norm_operands.get("norm") == "rms":
             self.next_gain_O = cast(Tensor, reader.norm_operands["gain_I"])
 
@@ -207,9 +208,7 @@ class Projection:
         if isinstance(x_BI, Gained):
             assert self.rows is not None
             eps, act = self.norm_operands["eps"], self.activation
-            out_BO = self.rows.product_of_rows(
-                x_BI, weight, bias, eps=eps, activation=act, counts=self.counts
-            )
+            out_BO = self.rows.product_of_rows(x_BI, weight, bias, eps=eps, activation=act)
             return out_BO
         if len(x_BI) == 1:
             fused = self.norm_operands | {"activation": self.activation}
@@ -217,9 +216,7 @@ class Projection:
             return out_BO
         x_BI = gpu.normalise(x_BI, **self.norm_operands) if self.norm else x_BI
         if self.rows is not None and self.rows.takes(x_BI):
-            out_BO = self.rows.product_of_rows(
-                x_BI, weight, bias, activation=self.activation, counts=self.counts
-            )
+            out_BO = self.rows.product_of_rows(x_BI, weight, bias, activation=self.activation)
             return out_BO
         wide_BO = self.product(x_BI)
         if not self.activation:
@@ -228,6 +225,20 @@ class Projection:
             gpu.gate(wide_BO) if self.activation == "gate" else activate(wide_BO, self.activation)
         )
         return out_BO
+
+    def find(self, x_BI: "Tensor | Gained", flags_V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is likeliest, if this is a head, by our kernels (`finder`), in parts."""
+        assert self.gpu is not None and self.finder is not None
+        eps = 0.0
+        if isinstance(x_BI, Gained):
+            eps = cast(float, self.norm_operands["eps"])
+        elif self.norm is not None:
+            x_BI = self.gpu.normalise(x_BI, **self.norm_operands)
+        weight, bias = self.product.weight_OI, self.product.bias_O
+        parts: tuple[Tensor, Tensor, Tensor] = self.finder.find(
+            x_BI, weight, bias, flags_V, eps=eps
+        )
+        return parts
 
     def onto(self, residual: "Tensor | Gained", x_BI: Tensor) -> "Tensor | Gained":
         """Return residual + product(x), prepared for who reads it; it may be overwritten.
@@ -248,7 +259,6 @@ class Projection:
                 bias,
                 residual_BO=residual_BO,
                 gain_O=self.next_gain_O,
-                counts=self.counts,
             )
             return out_BO
         residual_BO = residual_BO.addmm_(x_BI, weight.t())

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from glassformer.generation.fast.block import Lines
+from glassformer.generation.fast.projection import Projection
 from glassformer.generation.stepping import BeamRun, BeamStep
+from glassformer.kernels.matmul import Gained
 
 # B rows, S positions, V vocab, C steps whose choices are kept, I items (searches)
 
@@ -70,7 +72,8 @@ class Recorded:
     """A step over some memory, and its operands; `logits_BV` is overwritten by the next replay.
 
     `kind` is STEP, GREEDY, or the width of the widest beam search from 2 on. `choose` are the
-    kernels that choose tokens, if they can run here. Recording writes to the next column alone.
+    kernels that choose tokens, if they can run here; with a `finder`, a head that finds the
+    likeliest tokens itself, GREEDY makes no logits. Recording writes to the next column alone.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Recorded:
         kind: int,
         vocab_size: int,
         choose: ModuleType | None,
+        finder: Projection | None = None,
     ) -> None:
         self.step_function, self.kvs, self.kind, self.choose = step, kvs, kind, choose
+        self.finder = finder if kind == GREEDY else None
         self.state = state.clone()
         device, B = state.pads_B.device, len(state.pads_B)
         self.device = device
@@ -92,7 +97,7 @@ class Recorded:
         self.tokens_B = torch.zeros(B, dtype=torch.long, device=device)
         self.places_B = torch.zeros(B, dtype=torch.long, device=device)
         self.counters = torch.zeros(5, dtype=torch.long, device=device)
-        self.flags_V = torch.zeros(vocab_size, dtype=torch.uint8, device=device)
+        self.flags_V = torch.zeros(vocab_size + 1, dtype=torch.uint8, device=device)
         self.made_CB = torch.zeros(KEPT, B, dtype=torch.long, device=device)
         self.values_CB = torch.zeros(KEPT, B, device=device)
         self.launched = 0
@@ -135,8 +140,9 @@ class Recorded:
             crosses=state.crosses,
             cross_mask_B11S=state.cross_mask_B11S,
             lines=state.lines,
+            head=None if self.finder is None else self._find,
         )
-        if self.kind == STEP:
+        if self.kind == STEP or self.finder is not None:
             return
         assert self.choose is not None
         chosen = self.logits_BV, self.flags_V, self.counters, self.tokens_B
@@ -159,6 +165,15 @@ class Recorded:
             totals_CB=self.totals_CB,
             width=self.kind,
         )
+
+    def _find(self, x_BD: Tensor | Gained) -> Tensor:
+        """Choose the likeliest tokens without their logits, and return them."""
+        assert self.finder is not None and self.choose is not None
+        parts = self.finder.find(x_BD, self.flags_V)
+        self.choose.keep_likeliest(
+            *parts, self.counters, self.tokens_B, self.made_CB, self.values_CB
+        )
+        return self.tokens_B
 
     def _count_from(self, length: int, *, limit: int) -> None:
         counters = torch.tensor([length, 1, -1, limit, 0])
@@ -205,6 +220,7 @@ class Recorded:
         flags_V = torch.zeros(len(self.flags_V), dtype=torch.uint8)
         flags_V[list(ends)] = self.choose.END
         flags_V[list(closed)] |= self.choose.CLOSED
+        flags_V[-1] = bool(closed)
         self.flags_V.copy_(flags_V)
         self.flagged = flags
 
