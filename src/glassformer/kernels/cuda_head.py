@@ -24,7 +24,7 @@ from glassformer.kernels.matmul import Gained
 
 # B rows, I inputs, V vocab, P parts of the vocabulary
 
-LEAST_ROWS, MOST_ROWS = 33, 256  # fewer are not worth their copies
+LEAST_ROWS, MOST_ROWS = 33, 128  # the library is faster with more
 ROWS, OUTPUTS = 64, 128  # of a block; of a tile
 GROUPS = 2  # of warps, which look at logits by turns
 THREADS = 128 * GROUPS + 32
@@ -85,7 +85,7 @@ def find(
         _, x_BI, squares_PB = x_BI
     B = len(x_BI)
     assert x_BI.is_contiguous() and takes(B) and len(flags_V) == V + 1
-    blocks = 1 if B <= ROWS else 2 if B <= 2 * ROWS else 4
+    blocks = 1 if B <= ROWS else 2
     given = squares_PB is not None, bias_V is not None
     kernel, clusters = _kernel(x_BI.device, x_BI.dtype, -(-n_in // CHUNK), blocks, *given)
     parts = clusters * GROUPS
@@ -113,8 +113,8 @@ def _kernel(
     """Return the kernel, and how many clusters of it run at once."""
     rows = chunks * ROWS * CHUNK * 2
     stages = (MEMORY - 1_024 - rows) // (OUTPUTS * CHUNK * 2)
-    defined = {"BLOCKS": blocks, "CHUNKS": chunks, "STAGES": stages, "OUTPUTS": OUTPUTS}
-    defined["GROUPS"] = GROUPS
+    defined = {"BLOCKS": blocks, "CHUNKS": chunks, "STAGES": stages}
+    defined |= {"OUTPUTS": OUTPUTS, "GROUPS": GROUPS}
     flags = {"HALF": dtype is torch.float16, "NORMED": normed, "BIASED": biased}
     text = program(
         "head", defined | {key: int(on) for key, on in flags.items()}, multiply(OUTPUTS, dtype)

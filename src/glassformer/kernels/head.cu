@@ -5,12 +5,13 @@
 //
 // A head over a vocabulary is bound by reading its weights, which is done once: a cluster of BLOCKS
 // blocks has all rows, 64 in each, which stay in shared memory; every cluster takes some tiles of
-// OUTPUTS weights, of which each block copies a part into the memory of all. One warp copies. Two
-// groups of four warps take turns: one multiplies while the other looks at its logits. A thread keeps, of its logits of two rows, the largest, the sum of exponentials, and
-// where the largest open one was; together they are what `_look` of triton_choose.py finds.
+// OUTPUTS weights, of which each block copies a part into the memory of all. One warp copies. GROUPS
+// of four warps take turns: one multiplies while the other looks at its logits. A thread keeps, of
+// its logits of two rows, the largest, the sum of exponentials, and where the largest open one was;
+// together they are what `_look` of triton_choose.py finds.
 //
-// Given by the launcher: BLOCKS (1, 2 or 4), CHUNKS (of 64 inputs), STAGES, GROUPS, HALF (float16; bfloat16
-// otherwise), NORMED, BIASED, and `multiply`, the instruction for OUTPUTS outputs.
+// Given by the launcher: BLOCKS (1 or 2), CHUNKS (of 64 inputs), OUTPUTS, STAGES, GROUPS, HALF
+// (float16; bfloat16 otherwise), NORMED, BIASED, and `multiply`, the instruction for these outputs.
 
 constexpr int ROWS = 64, WARPS = 4;  // warps of each group
 constexpr int THREADS = 32 * WARPS * GROUPS + 32;
