@@ -334,6 +334,8 @@ ONE_IMPORTER = {
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
     "generation.array_samplers": "the rules without torch; samplers has them with torch",
+    "kernels.cuda_attend": "another language than its importer's; it has a source file of its own",
+    "kernels.triton_decode": "imported by name where there is a GPU: it needs Triton",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.array_model": "opens a model without torch; load, beside it, is the door with torch",
     "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
