@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from glassformer.kernels import cuda_attend, cuda_head, cuda_launch, cuda_rows
+from glassformer.spec.errors import MachineError
 
 MEMORY = 232_448  # bytes of shared memory that a block of a Hopper GPU may have
 STATIC = 2_048  # more than any of the kernels declares besides
@@ -58,6 +60,15 @@ def test_arguments_are_declared_alike_in_both_languages(name, module):
             kept = ctypes.c_void_p if pointer else C_TYPES[kind]
             declared.append((one.strip().lstrip("*"), kept))
     assert declared == list(module.Operands._fields_)
+
+
+def test_a_failure_says_what_to_do():
+    status = SimpleNamespace(value=209, name="CUDA_ERROR_NO_BINARY_FOR_GPU")
+    with pytest.raises(MachineError, match="NO_BINARY_FOR_GPU") as found:
+        cuda_launch.checked((status,))
+    assert "cuda-bindings" in str(found.value) and found.value.exit_code == 5
+    status.value = 0
+    assert cuda_launch.checked((status, 7)) == 7
 
 
 def sources():

@@ -308,7 +308,7 @@ def test_products_of_some_rows(rows, shape, activation, dtype):
         assert close(read, normed @ reader.double().t())
 
 
-def chosen(parts_of, rows, vocab):
+def chosen(parts_of, rows):
     """Return tokens and log-probabilities by kernels that look for the likeliest in parts."""
     from glassformer.kernels import triton_choose
 
@@ -333,7 +333,7 @@ def test_the_likeliest_tokens_of_logits(rows, vocab, dtype):
     for closed in ((), (vocab // 3,), (vocab // 3, vocab // 2, 0)):
         flags[list(closed)] = triton_choose.CLOSED
         flags[-1] = bool(closed)
-        tokens, values = chosen(lambda: triton_choose._found(logits, flags, 1), rows, vocab)
+        tokens, values = chosen(lambda: triton_choose._found(logits, flags, 1), rows)
         shut = (flags[:-1] & triton_choose.CLOSED).bool()
         want = logits.double().masked_fill(shut, -torch.inf).argmax(1)
         assert torch.equal(tokens, want)
@@ -342,7 +342,7 @@ def test_the_likeliest_tokens_of_logits(rows, vocab, dtype):
     logits[0, 7] = torch.nan
     logits[-1, -1] = torch.inf
     logits[rows // 2] = -torch.inf
-    tokens, values = chosen(lambda: triton_choose._found(logits, flags, 1), rows, vocab)
+    tokens, values = chosen(lambda: triton_choose._found(logits, flags, 1), rows)
     bad = sorted({0, rows - 1, rows // 2})
     assert (tokens < 0).nonzero()[:, 0].tolist() == bad and values.isnan().sum() == len(bad)
 
@@ -377,9 +377,7 @@ def test_the_likeliest_tokens_of_a_head(rows, shape, dtype, extra):
     for closed in ((), (vocab // 3, int(exact[-1].argmax()))):
         flags[list(closed)] = triton_choose.CLOSED
         flags[-1] = bool(closed)
-        tokens, values = chosen(
-            lambda: cuda_head.find(given, weight, bias, flags, eps=1e-6), rows, vocab
-        )
+        tokens, values = chosen(lambda: cuda_head.find(given, weight, bias, flags, eps=1e-6), rows)
         still = exact.masked_fill((flags[:-1] & triton_choose.CLOSED).bool(), -torch.inf)
         shown = still.gather(1, tokens[:, None])[:, 0]
         assert (still.amax(1) - shown).max() <= near
@@ -388,7 +386,7 @@ def test_the_likeliest_tokens_of_a_head(rows, shape, dtype, extra):
         right = exact.log_softmax(1).gather(1, tokens[:, None])[:, 0]
         assert ((values - right).abs() <= near * (1 + right.abs())).all()
     x[1, 3] = torch.nan
-    tokens, _ = chosen(lambda: cuda_head.find(given, weight, bias, flags, eps=1e-6), rows, vocab)
+    tokens, _ = chosen(lambda: cuda_head.find(given, weight, bias, flags, eps=1e-6), rows)
     assert (tokens < 0).nonzero()[:, 0].tolist() == [1]
 
 

@@ -24,17 +24,17 @@ from glassformer.kernels.matmul import Gained
 
 # B rows, I inputs, V vocab, P parts of the vocabulary
 
-LEAST_ROWS, MOST_ROWS = 33, 128  # the library is faster with more
+LEAST_ROWS, MOST_ROWS = 33, 128  # with 64 and 128 faster than the library, with 256 slower
 ROWS, OUTPUTS = 64, 128  # of a block; of a tile
 GROUPS = 2  # of warps, which look at logits by turns
 THREADS = 128 * GROUPS + 32
 MOST_INPUTS = 1_408  # whose rows leave room for three stages of weights
-LEAST_OUTPUTS = 8_192  # a smaller vocabulary is not worth it
+LEAST_OUTPUTS = 8_192  # a tile for half of the multiprocessors; smaller ones were not measured
 MEMORY = 231_000  # bytes of shared memory, of the 232,448 that a block may have
 CHUNK = TensorMap.COLUMNS
 
 
-class Parts(NamedTuple):
+class Found(NamedTuple):
     """Largest logits, sums of exponentials and best open tokens of parts of the vocabulary."""
 
     most_BP: Tensor
@@ -75,7 +75,7 @@ def find(
     flags_V: Tensor,
     *,
     eps: float = 0.0,
-) -> Parts:
+) -> Found:
     """Return what is likeliest by the logits x W^T + b, x the norm of rows that are `Gained`.
 
     `flags_V` are those of `triton_choose`.
@@ -103,7 +103,7 @@ def find(
         cluster=blocks,
         arguments=(maps[0].address, maps[1].address, ctypes.addressof(operands)),
     )
-    return Parts(most_BP, total_BP, best_BP)
+    return Found(most_BP, total_BP, best_BP)
 
 
 @functools.cache

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
+from glassformer.spec.errors import MachineError
+
 DTYPES = (torch.float16, torch.bfloat16)
+HINT = "update NVIDIA's driver, or remove cuda-bindings: without it Triton's kernels run"
 
 
 @functools.cache
@@ -32,7 +35,7 @@ def _bindings() -> Any:
         from cuda.bindings import driver, nvrtc
 
         checked(nvrtc.nvrtcVersion())
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, MachineError):  # the bindings find no library
         return None
     return driver, nvrtc
 
@@ -41,7 +44,7 @@ def checked(answer: tuple[Any, ...]) -> Any:
     """Return what a call of the driver or the compiler returns, if it succeeded."""
     status, *values = answer
     if status.value:
-        raise RuntimeError(f"CUDA answered {status.name}")
+        raise MachineError(f"a kernel for this GPU cannot run: {status.name}", hint=HINT)
     return values[0] if len(values) == 1 else values
 
 
@@ -84,7 +87,8 @@ def compiled(text: str) -> bytes:
     if nvrtc.nvrtcCompileProgram(made, len(options), options)[0].value:
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(made))
         nvrtc.nvrtcGetProgramLog(made, log)
-        raise RuntimeError(f"a CUDA kernel was not compiled: {log.decode(errors='replace')}")
+        why = log.decode(errors="replace").strip(" \0\n").partition("\n")[0]
+        raise MachineError(f"a kernel for this GPU was not compiled: {why}", hint=HINT)
     code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(made))
     checked(nvrtc.nvrtcGetCUBIN(made, code))
     checked(nvrtc.nvrtcDestroyProgram(made))

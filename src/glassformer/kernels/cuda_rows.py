@@ -31,11 +31,11 @@ from glassformer.kernels.matmul import Gained
 
 # B rows, I inputs, O outputs, P tiles of columns
 
-ROWS, MOST_ROWS = 64, 256  # the library is as fast with fewer, and with more
+ROWS, MOST_ROWS = 64, 256  # measured with 64, 128 and 256; others are the library's
 MOST_OUTPUTS = 16_384  # wider products are the library's: a head over a vocabulary
 EIGHT = 8  # numbers of 16 bytes: inputs and results are multiples of it
 ALIGNED = 16  # bytes, of what the tensor memory accelerator copies
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132  # of an H200; with fewer the tiles still fit, and take longer
 DEEP = 32  # chunks of inputs that are worth wide tiles, and many blocks that share them
 LEAST_CHUNKS = 7  # of a block: fewer are not worth the exchange of sums
 #: Bytes of a ring: just more than half of a multiprocessor's memory (233,472, and 1,024 of it for

@@ -18,7 +18,8 @@ constexpr int THREADS = 32 * WARPS * GROUPS + 32;
 constexpr int X_BYTES = ROWS * CHUNK * 2, WEIGHT_BYTES = OUTPUTS * CHUNK * 2;
 constexpr u32 ALL = (1 << BLOCKS) - 1;
 constexpr u32 NOTHING = HALF ? 0xfc00fc00u : 0xff80ff80u;  // two numbers, minus infinity
-constexpr float LOWEST = -1e38f, LOG2_E = 1.4426950408889634f;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LOWEST = -1e38f;  // lower than any logit, and finite times LOG2_E
 
 struct Operands {
     const float *squares;  // (n_squares, n_rows): sums of squares of columns of x

@@ -391,6 +391,8 @@ class FastModel:
         self.head = _make_head(model, make, norm=parts.final_norm)
         products = [product for block in self.blocks for product in block.products()]
         last = self.head if isinstance(self.head, Projection) else None
+        if last is not None:
+            last.find_tokens()
         for adder, reader in zip(products[1::2], [*products[2::2], last], strict=True):
             if adder is not None and reader is not None:
                 adder.prepare(reader)

@@ -184,7 +184,11 @@ class Projection:
         self.finder: ModuleType | None = None
         if self.gpu is not None:
             self.rows = row_kernels(self.product.weight_OI)
-            self.finder = None if activation else head_kernels(self.product.weight_OI)
+
+    def find_tokens(self) -> None:
+        """Let this projection, a head, find the likeliest tokens by itself where kernels can."""
+        if self.gpu is not None:
+            self.finder = head_kernels(self.product.weight_OI)
 
     def prepare(self, reader: "Projection") -> None:
         """Prepare what is added to a residual for the norm of a projection, where both can."""
@@ -227,7 +231,7 @@ class Projection:
         return out_BO
 
     def find(self, x_BI: "Tensor | Gained", flags_V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is likeliest, if this is a head, by our kernels (`finder`), in parts."""
+        """Return what is likeliest in parts of the vocabulary; see `find_tokens`."""
         assert self.gpu is not None and self.finder is not None
         eps = 0.0
         if isinstance(x_BI, Gained):
