@@ -17,12 +17,14 @@ from glassformer.generation.fast.slots import (
     Span,
 )
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.samplers import settings_of
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import build
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import MLP, RMSNorm, Rotary, SwiGLU
+from glassformer.spec.options import Option, options_of
 from glassformer.spec.presets import preset
 from tests.tiny import tiny
 
@@ -168,6 +170,45 @@ def test_a_step_ahead_changes_no_token():
         list(batcher.run())
         assert [row.tokens for row in rows] == want
         assert batcher.running == batcher.waiting == 0 and not batcher.busy
+
+
+def other_value(each: Option) -> object:
+    """A valid value of an option that is not its default."""
+    for value in (0.5, 2, 7):
+        try:
+            DecodeSpec(**{each.name: value})
+        except InputError:
+            continue
+        return value
+    raise AssertionError(f"no value for {each.name}")
+
+
+RULES = [each for each in options_of(DecodeSpec) if each.group == "sampling"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda each: each.name)
+def test_sequences_sampled_together_have_every_rule_in_common(rule):
+    """Two requests that differ in one rule only: each has the tokens that it has alone."""
+    model = made("qwen").double()
+    base = DecodeSpec(temperature=1.5, max_new_tokens=20)
+    specs = [base, replace(base, **{rule.name: other_value(rule)})]
+    if rule.name != "seed":
+        assert settings_of(specs[0]) != settings_of(specs[1])
+    prompt = (3, 1, 4)
+    want = [
+        list(generate_batch(TorchStepper(model), [prompt], spec=spec)[0].tokens) for spec in specs
+    ]
+    assert want[0] != want[1]
+    batcher = Batcher(RecordedSlots(model, slots=2, context=40))
+    rows = [batcher.add(batcher.prepare(prompt, spec=spec)) for spec in specs]
+    list(batcher.run())
+    assert [row.tokens for row in rows] == want
+
+
+def test_sequences_of_other_seeds_and_lengths_are_sampled_together():
+    spec = DecodeSpec(temperature=1.0, top_k=5)
+    other = replace(spec, seed=3, max_new_tokens=7, eos=(1,), stop=("end",))
+    assert settings_of(spec) == settings_of(other)
 
 
 def test_several_greedy_steps_in_one_call_change_no_token(monkeypatch):

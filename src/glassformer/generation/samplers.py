@@ -8,6 +8,8 @@ the result is NOTHING.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -218,10 +220,20 @@ def _kept(x_BV: Tensor, spec: DecodeSpec, *, few: int = _FEW) -> Tensor:
     return keep_typical(x_BV, spec.typical_p)
 
 
+#: Fields that concern one sequence alone: its random numbers, and when it ends.
+_OF_ONE_SEQUENCE = {"max_new_tokens", "min_new_tokens", "eos", "stop", "seed"}
+_SETTINGS = attrgetter(
+    *(each.name for each in fields(DecodeSpec) if each.name not in _OF_ONE_SEQUENCE)
+)
+
+
 def settings_of(spec: DecodeSpec) -> tuple[object, ...]:
-    """Return what two plain specs must have in common to be sampled together."""
-    rules = (spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.typical_p)
-    return (*rules, spec.forbidden)
+    """Return what two plain specs must have in common to be sampled together.
+
+    These are all fields but those of one sequence: a new rule is among them.
+    """
+    settings: tuple[object, ...] = _SETTINGS(spec)
+    return settings
 
 
 class Together:
