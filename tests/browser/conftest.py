@@ -1,4 +1,6 @@
-"""A real browser on a real server over real runs. Without Chromium these tests fail, never skip.
+"""A real browser on a real server over real runs.
+
+Without Chromium these tests are skipped; with CHROMIUM=install in the environment they fail.
 
 open_page(route, width=1320, theme="light") gives a Playwright page under three guards: no error on
 the console, no exception, no request to another origin. axe(page) holds it to WCAG 2.2 AA, and
@@ -63,12 +65,21 @@ class Site:
         return f"{self.url}/#t={self.token}/{route}"
 
 
-def chromium() -> str:
+def chromium() -> str | None:
     """Debian's browser, or the one that GLASS_CHROMIUM names."""
-    found = shutil.which(os.environ.get("GLASS_CHROMIUM") or "chromium")
-    if not found:
-        pytest.fail("no Chromium to look at the pages with: apt-get install -y chromium")
-    return found
+    return shutil.which(os.environ.get("GLASS_CHROMIUM") or "chromium")
+
+
+NO_CHROMIUM = "no Chromium to open the pages with: `make chromium` installs it"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a browser where there is none, unless it was to be installed."""
+    if chromium() or os.environ.get("CHROMIUM") == "install":
+        return
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason=NO_CHROMIUM))
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +115,11 @@ def site(laboratory: Path) -> Iterator[Site]:
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """One browser for all pages."""
+    path = chromium()
+    if path is None:
+        pytest.fail(NO_CHROMIUM)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         yield browser
         browser.close()
 
