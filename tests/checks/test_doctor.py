@@ -43,6 +43,26 @@ def test_a_planted_mistake_is_found(plant):
     assert found.fix
 
 
+def test_equal_rows_that_are_excused_are_still_counted():
+    """Sums modulo 7: 49 distinct rows, so every one of the validation is in the training."""
+    draw = random.Random(0)
+
+    def sums(count):
+        pairs = [(draw.randrange(7), draw.randrange(7)) for _ in range(count)]
+        return torch.tensor([[a, 7, b, 8, (a + b) % 7] for a, b in pairs])
+
+    train, val = sums(600), sums(100)
+    batches = [[(x[:, :-1], x[:, 1:]) for x in rows.split(16)] for rows in (train, val)]
+    setup = planted.gpt(batches=batches[0], val_batches=batches[1])
+    (found,) = gf.doctor(setup, only="split leak").findings
+    assert found.verdict == "passed"
+    rows = {tuple(row) for row in train.tolist()}
+    assert len(rows) == 49 and all(tuple(row) in rows for row in val.tolist())
+    assert "551 of 600 training examples are repetitions" in found.evidence
+    assert "100 of 100 validation examples are among 600 of training" in found.evidence
+    assert found.evidence.count("coincide by chance") == 2
+
+
 @pytest.mark.parametrize("what", ["own task, not shifted", "own optimizer drops a group"])
 def test_a_mistake_in_a_users_part_is_found(what):
     """In a task and in an optimizer of a file."""
