@@ -58,7 +58,7 @@ findings: $(STAMP)
 hashes: $(STAMP)
 	$(BIN)/python -m bench supply --hashes
 
-# Every figure of the README and the docs, again; more than an hour on two cores.
+# The benchmarks that need only this repository and a CPU: hours on two cores. docs/figures.md names the others.
 figures: $(STAMP)
 	$(BIN)/glass verify --deep
 	$(BIN)/python -m bench layer

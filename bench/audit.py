@@ -262,9 +262,20 @@ def page(found: list[dict[str, Any]]) -> str:
                     f"| {one['type']} ({one['kind']}) | {check['name']} | {gap} of {bar} | {again} "
                     f"| {reason} |"
                 )
-    lines += ["", ", ".join(f"{n} {name}" for name, n in counts.most_common()) + ".", ""]
+    lines += ["", total(lines, counts), ""]
     lines += [*ELSEWHERE.splitlines(), "", *warnings_of(verified), *left_out(found)]
     return "\n".join(lines) + "\n"
+
+
+def total(lines: list[str], counts: Counter[str]) -> str:
+    """Return how many failures there are, from how many causes, in how many model types."""
+    rows = [line.split(" | ") for line in lines if line.endswith("|") and "| defect: " in line]
+    causes = {row[-1] for row in rows}
+    types = {row[0].split()[1] for row in rows}
+    words = f"{sum(counts.values())} failures: {len(rows)} show defects, which have {len(causes)} "
+    words += f"causes in {len(types)} model types (one cause can fail several checks of a model)"
+    rest = ", ".join(f"{n} {name}" for name, n in counts.most_common() if name != "defect")
+    return f"{words}; {rest}." if rest else f"{words}."
 
 
 def reason_for(reasons: dict[str, dict[str, str]], one: dict[str, Any], row: str) -> str:

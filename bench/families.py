@@ -24,15 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassformer.adapters.config import Config
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import adapt, load
 from glassformer.adapters.native import NativeAdapter
+from glassformer.generation.fast.program import unknown_part
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.model import ModelSpec
 
 LENGTH, ROOM = 13, 8
 SIZES: dict[str, Any] = {
@@ -881,8 +884,9 @@ Beside packed weights llama.cpp rounds activations to eight bits, so its tokens 
 float32 (where they did, its token was at most 0.14 nats less likely here). What was exported was opened by transformers
 with nothing missing or unexpected, and gave the same results.
 
-The fast and native decoding steps refuse parts that they do not compute (norms around or beside
-parts, caps, partial rotation), by name; such models are decoded by the cached step.
+On a CPU the native decoding step computes all decoders and encoder-decoders of the table but {refused}:
+their tokens come from the cached step in PyTorch. The recorded step of a GPU computes fewer (no norms around or
+beside modules, no caps, no partial rotation); it leaves those models to the cached step, too.
 
 ## {asked} types that people build on
 
@@ -924,6 +928,26 @@ def features(spec: Any) -> str:
     return ", ".join(word for word, there in found.items() if there) or "Llama's parts"
 
 
+def spec_of(case: Case) -> ModelSpec:
+    """Return the spec that a case's config is read as; no model is built."""
+    import transformers
+
+    from glassformer.adapters.registry import ADAPTERS
+
+    config = getattr(transformers, case.config)(**{**case.sizes, **case.fields}).to_dict()
+    config["model_type"] = case.model_type
+    families = [f for one in ADAPTERS.values() for f in one.families]
+    family = next(f for f in families if f.model_type == case.model_type)
+    return family.spec_of(Config({**config, "architectures": [family.architecture]}))
+
+
+def without_native_step() -> list[str]:
+    """Return the types of decoders and encoder-decoders that the native step does not compute."""
+    generative = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+    cases = [case for case in CASES.values() if case.auto in generative]
+    return sorted({case.model_type for case in cases if unknown_part(spec_of(case))})
+
+
 def page() -> str:
     """Return the page: every family with its figure, then the types that are asked for."""
     import transformers
@@ -955,6 +979,7 @@ def page() -> str:
         read=len(read),
         share=f"{len(read) / len(ASKED_FOR):.0%}",
         left=", ".join(left),
+        refused=", ".join(f"`{kind}`" for kind in without_native_step()),
     )
 
 

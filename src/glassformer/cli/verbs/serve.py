@@ -58,7 +58,7 @@ def serve(
         bool,
         typer.Option(
             "--invariant",
-            help="On a GPU: answers that do not depend on company, one sequence at a time.",
+            help="On a GPU: answers that do not depend on other requests, one sequence at a time.",
         ),
     ] = False,
     *,
@@ -70,9 +70,10 @@ def serve(
 ) -> None:
     """Serve models to applications: OpenAI's interface, on this machine.
 
-    Answers do not depend on who else is being served. Applications talk to the address that it
-    prints; curl ADDRESS/v1/models lists the models. Ctrl-C finishes what is running; a second one
-    ends at once. Examples:
+    On a CPU an answer does not depend on what else is being served; on a GPU its last bits may,
+    unless --invariant is given. Applications talk to the address that it prints; curl
+    ADDRESS/v1/models lists the models. Ctrl-C finishes what is running; a second one ends at once.
+    Examples:
 
       glass serve Qwen/Qwen3-0.6B
 

@@ -93,7 +93,8 @@ def train(
 ) -> None:
     """Train a model on a task, or repeat a run from its config.
 
-    It can be killed at any moment, and --resume goes on to the same bits. Examples:
+    It can be killed at any moment; --resume goes on, to the same bits on the same machine with the
+    same torch, number of threads and engine. Examples:
 
       glass train reverse
 
