@@ -43,6 +43,7 @@ from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
+from glassformer.lens.measure.predictions import class_name
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.contents import quantized_numbers
@@ -364,8 +365,12 @@ class BaseAdapter(nn.Module, ABC):
         return answers if is_one_row(prompt) else [[answer] for answer in answers]
 
     def answer(self, prompt: str) -> str:
-        """Return the likeliest answer of a model that predicts one token for a sequence."""
-        return self.tokenizer.decode([self.answer_id(question(self.tokenizer, prompt))])
+        """Return the likeliest answer of a model that predicts one for a sequence.
+
+        A token's text, or `answer 3` where answers are classes of their own.
+        """
+        i = self.answer_id(question(self.tokenizer, prompt))
+        return class_name(self.spec, "answer", i, lambda token: self.tokenizer.decode([token]))
 
     @torch.no_grad()
     def answer_id(self, ids: Sequence[int]) -> int:

@@ -70,6 +70,9 @@ def inspect_text(
         raise InputError("an empty text", hint="give at least one token")
     if target is None:
         return inspect(model, ids, names=words, ablate=ablate)
+    if "answer" in spec.head_names() and not spec.predicts_tokens("answer"):
+        answer = _number(target, spec.head_size("answer"))
+        return inspect(model, ids, names=words, targets=answer, ablate=ablate)
     wanted = _ids(tokenizer, target)
     if "answer" not in spec.head_names() or len(wanted) != 1:
         raise InputError(
@@ -113,6 +116,17 @@ def _translated(
         targets=asked,
         ablate=ablate,
     )
+
+
+def _number(target: str, count: int) -> int:
+    """Return the class that a target names: `3`, or `answer 3` as it is shown."""
+    word = target.strip().removeprefix("answer ").strip()
+    if not (word.isascii() and word.isdigit()) or int(word[:20]) >= count:
+        raise InputError(
+            f"the target {target[:80]!r} is no answer of this model",
+            hint=f"write its number: 0 to {count - 1}",
+        )
+    return int(word)
 
 
 def _ids(tokenizer: Tokenizer, target: str) -> list[int]:

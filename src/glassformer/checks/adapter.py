@@ -146,7 +146,8 @@ def counts(adapter: BaseAdapter, subject: Subject) -> Measure:
 def right_shape(adapter: BaseAdapter, subject: Subject) -> Measure:
     """Finite logits of the right shape, with a mask and without."""
     tokens = tokens_of(subject, 2, 5, seed=73)
-    wanted = (2, 5, subject.vocab_size) if subject.per_position else (2, subject.vocab_size)
+    size = adapter.spec.head_size(adapter.spec.head_names()[0])
+    wanted = (2, 5, size) if subject.per_position else (2, size)
     wrong = 0
     for valid in (None, torch.ones_like(tokens, dtype=torch.bool)):
         logits = _ask(adapter, tokens, valid)

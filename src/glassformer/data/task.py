@@ -136,6 +136,11 @@ class Task(ABC):
         """Return the true distribution of `batch(split, rows)`; None where it is unknown (text)."""
         return None
 
+    def predicts_tokens(self, head: str) -> bool:
+        """Return True if the classes of a head are tokens, so that they have a text."""
+        counted = self.heads.get(head) == self.tokenizer.vocab_size
+        return head == "next" or (head == "answer" and counted)
+
     def describe(self, split: str, row: int) -> str:
         """Return one example as people write it."""
         batch = self.batch(split, np.array([row]))
@@ -185,12 +190,22 @@ def check_task(task: Task) -> None:
             f"the task's heads are {', '.join(heads) or 'none'}",
             hint=f"a model has heads called {', '.join(HEADS)}",
         )
+    for head, count in heads.items():
+        if type(count) is not int or count < 1:
+            raise InputError(
+                f"the head '{head}' has {count!r} classes", hint="a whole number of at least 1"
+            )
+    vocab_size = task.tokenizer.vocab_size
+    if heads.get("next", vocab_size) != vocab_size:
+        raise InputError(
+            f"the head 'next' has {heads['next']} classes, the tokenizer {vocab_size} tokens",
+            hint="the next token is any token: self.heads = {'next': self.tokenizer.vocab_size}",
+        )
     for split in ("train", "val"):
         if not isinstance(sizes.get(split), int) or sizes[split] < 1:
             raise InputError(
                 f"the task has no examples in '{split}'", hint="sizes() must count them"
             )
-    vocab_size = task.tokenizer.vocab_size
     for split, size in sizes.items():
         rows = np.arange(min(size, 3))
         batch = task.batch(split, rows) if size else None

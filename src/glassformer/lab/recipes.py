@@ -32,8 +32,16 @@ from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.models.model import weights_hash
 from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
+from glassformer.spec.block import head_name
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import AnswerHead, ClassHead, Head, ModelSpec, NextHead, StateHead
+from glassformer.spec.model import (
+    AnswerHead,
+    ClassHead,
+    Head,
+    ModelSpec,
+    NextHead,
+    StateHead,
+)
 from glassformer.spec.own import (
     OwnOptimizer,
     OwnPart,
@@ -287,7 +295,7 @@ def default_model(task: Task) -> ModelSpec:
     vocab_size, length = task.tokenizer.vocab_size, task.longest()
     first = task.batch("train", np.arange(1))
     if first.source is not None:
-        return presets.seq2seq(
+        model = presets.seq2seq(
             vocab_size=vocab_size,
             d_model=64,
             n_heads=4,
@@ -296,21 +304,28 @@ def default_model(task: Task) -> ModelSpec:
             max_seq_len=length,
             dropout=0.0,
         )
-    model = presets.modern_lm(
-        vocab_size=vocab_size,
-        d_model=64,
-        d_ff=192,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        max_seq_len=length,
-    )
+    else:
+        model = presets.modern_lm(
+            vocab_size=vocab_size,
+            d_model=64,
+            d_ff=192,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            max_seq_len=length,
+        )
+    kept = model.heads[0]
     return replace(
-        model, heads=tuple(_head(name, task.heads[name]) for name in HEADS if name in task.heads)
+        model,
+        heads=tuple(
+            kept if name == head_name(kept) else _head(name, task.heads[name], vocab_size)
+            for name in HEADS
+            if name in task.heads
+        ),
     )
 
 
-def _head(name: str, size: int) -> Head:
+def _head(name: str, size: int, vocab_size: int) -> Head:
     match name:
         case "next":
             return NextHead()
@@ -319,7 +334,8 @@ def _head(name: str, size: int) -> Head:
         case "state":
             return StateHead(num_states=size)
         case _:
-            return AnswerHead()
+            # As many answers as tokens: the answers are tokens, and are shown as such.
+            return AnswerHead(num_answers=None if size == vocab_size else size)
 
 
 def _named(text: str) -> str:

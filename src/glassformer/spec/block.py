@@ -381,13 +381,19 @@ class StateHead:
 
 @spec
 class AnswerHead:
-    """Logits of one answer for a sequence: read at its last or first token, or their mean."""
+    """Logits of one answer for a sequence: read at its last or first token, or their mean.
+
+    The answer is one of `num_answers` classes; with None it is a token of the vocabulary.
+    """
 
     readout: Readout = "last"
     bias: bool = True
+    num_answers: int | None = None
 
     def __post_init__(self) -> None:
         one_of("readout", self.readout, get_args(Readout))
+        if self.num_answers is not None:
+            size("num_answers", self.num_answers)
 
     def rows(self, length: int) -> int:
         """Predictions for a sequence, whatever its length: one."""

@@ -280,6 +280,19 @@ class ModelSpec:
             f"no head '{name}'", hint=f"this model has: {', '.join(self.head_names())}"
         )
 
+    def predicts_tokens(self, name: str) -> bool:
+        """Return True if the classes of that head are the tokens of the vocabulary."""
+        head = self.head(name)
+        match head:
+            case NextHead() | MaskedHead():
+                return True
+            case AnswerHead():
+                return head.num_answers is None
+            case ClassHead() | StateHead() | VectorHead():
+                return False
+            case _ as unreachable:
+                assert_never(unreachable)
+
     def head_size(self, name: str) -> int:
         """Return the number of logits of that head."""
         head = self.head(name)
@@ -288,6 +301,8 @@ class ModelSpec:
                 return head.num_classes
             case StateHead():
                 return head.num_states
+            case AnswerHead(num_answers=int(count)):
+                return count
             case NextHead() | AnswerHead() | MaskedHead():
                 return self.vocab_size
             case VectorHead():

@@ -363,7 +363,7 @@ def token_namer(task: Task, head: str) -> Callable[[int], str]:
     """Return a function from a class of a head to its name: a token's text, else the number."""
 
     def name(token: int) -> str:
-        known = head in ("next", "answer") and token < task.tokenizer.vocab_size
+        known = task.predicts_tokens(head) and token < task.tokenizer.vocab_size
         return task.tokenizer.decode([token]) if known else str(token)
 
     return name

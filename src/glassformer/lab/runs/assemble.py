@@ -200,9 +200,13 @@ def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
                 hint=f"it has answers for: {', '.join(task.heads)}",
             )
         if task.heads[head] > model.head_size(head):
+            fields = {"class": "num_classes", "state": "num_states", "answer": "num_answers"}
+            at = f"heads.{model.head_names().index(head)}"
+            path = f"{at}.{fields[head]}" if head in fields else "vocab_size"
             raise InputError(
                 f"the task has {task.heads[head]} answers for the head '{head}', the model "
-                f"{model.head_size(head)}"
+                f"{model.head_size(head)}",
+                hint=f"model.{path}={task.heads[head]}",
             )
     if task.longest() > model.max_seq_len:
         longer = f"model.max_seq_len={task.longest()}"

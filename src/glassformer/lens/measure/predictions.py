@@ -11,7 +11,7 @@ norm and there is mostly no final one, so the residual is projected as it is, wh
 cut off there would predict; only the row `embed` has passed no norm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from glassformer.models.model import EncoderDecoder, Model
 from glassformer.nn.embedding import read_out
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.model import VectorHead
+from glassformer.spec.model import ModelSpec, VectorHead
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ class Readout:
 
     def word(self, i: int) -> str:
         """Return the word of a predicted id."""
-        return self.names(i) if self.head in TOKENS else f"{self.head} {i}"
+        return class_name(self.model.spec, self.head, i, self.names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,15 +176,20 @@ def final_norm(model: Model) -> nn.Module | None:
     return norm
 
 
-#: Heads whose logits are those of tokens, in the order of choice.
-TOKENS = ("next", "answer", "masked")
+#: Heads that answer for a text, in the order of choice.
+CHOICE = ("next", "answer", "masked")
+
+
+def class_name(spec: ModelSpec, head: str, i: int, names: Callable[[int], str]) -> str:
+    """Return the name of a head's class: a token's text, or the head and the number."""
+    return names(i) if spec.predicts_tokens(head) else f"{head} {i}"
 
 
 def chosen_head(model: Model, head: str | None) -> str:
     """Return the requested output head; else `next`, else `answer`, else the first there is."""
     names = model.spec.head_names()
     if head is None:
-        head = next((name for name in TOKENS if name in names), names[0])
+        head = next((name for name in CHOICE if name in names), names[0])
     if isinstance(model.spec.head(head), VectorHead):
         raise InputError(
             "a vector is no prediction: there are no probabilities to look at",

@@ -101,6 +101,8 @@ def _word(adapter: "BaseAdapter", i: int) -> str:
 
 def _answered(adapter: "BaseAdapter", ask: Ask) -> Iterator[dict[str, Any]]:
     """One answer for a complete sequence: there is nothing to sample or to branch from."""
+    from glassformer.lens.show.text import shown
+
     if ask.mode != "greedy" or "forced" in ask.options:
         raise InputError(
             "this model gives one answer: there is nothing to sample or to search",
@@ -119,8 +121,8 @@ def _answered(adapter: "BaseAdapter", ask: Ask) -> Iterator[dict[str, Any]]:
         "what": "This model reads the whole text and gives one answer: there is nothing to stream.",
         "prompt": _words(adapter, list(seen.ids)),
         "answers": [
-            {"id": i, "word": _word(adapter, i), "probability": share}
-            for i, _, share in seen.next(None, count)
+            {"id": i, "word": shown(word), "probability": share}
+            for i, word, share in seen.next(None, count)
         ],
         "seconds": time.perf_counter() - begin,
     }

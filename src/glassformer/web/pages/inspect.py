@@ -124,7 +124,11 @@ def example_of(task: Task | None, split: str, row: int) -> Example:
     begin = _begin(batch, tokenizer)
     text = _real(tokenizer, batch.tokens[0][begin:], batch.valid[0][begin:])
     answer = batch.targets.get("answer")
-    return Example(text, None if answer is None else tokenizer.decode([int(answer[0])]), batch)
+    if answer is None:
+        return Example(text, None, batch)
+    from glassformer.lab.measure.evaluate import token_namer
+
+    return Example(text, token_namer(task, "answer")(int(answer[0])), batch)
 
 
 def _real(tokenizer: Tokenizer, ids: Sequence[int], valid: Sequence[bool]) -> str:

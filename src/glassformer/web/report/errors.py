@@ -223,7 +223,7 @@ def _prediction(
     text = task.tokenizer.decode(real)
 
     def name(token: int) -> str:
-        known = head in ("next", "answer") and token < task.tokenizer.vocab_size
+        known = task.predicts_tokens(head) and token < task.tokenizer.vocab_size
         return shown(task.tokenizer.decode([token])) if known else str(token)
 
     return Prediction(text, name(target), name(predicted), share, target == predicted)
