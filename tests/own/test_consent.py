@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from glassformer.checks.doctor import _attribute
 from glassformer.data.build_task import build_task
 from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.lab.recipes import plan_run
@@ -126,6 +127,44 @@ def test_a_run_with_own_parts_is_read_back_equal():
     assert read.train.optimizer.options == {"beta1": 0.5}
 
 
+NEIGHBOUR = """
+from helper import Base
+
+class Mine(Base):
+    def late(self):
+        import later
+
+        return later.N
+"""
+
+
+def test_a_file_imports_the_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = []
+    for number in (1, 2):  # the same file, beside another helper
+        folder = tmp_path / f"folder{number}"
+        folder.mkdir()
+        (folder / "helper.py").write_text(f"class Base: number = {number}\n")
+        (folder / "later.py").write_text("N = 7\n")
+        (folder / "mine.py").write_text(NEIGHBOUR)
+        found.append(open_part(name_part(OwnTask, f"{folder / 'mine.py'}:Mine")))
+    assert [kind.number for kind in found] == [1, 2]
+    assert found[1]().late() == 7
+    forget_own_code()
+    assert "helper" not in sys.modules
+
+
+def test_a_neighbour_does_not_hide_what_is_imported_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('the neighbour')\n")
+    (tmp_path / "mine.py").write_text("class Mine: pass\n")
+    open_part(name_part(OwnTask, f"{tmp_path / 'mine.py'}:Mine"))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    import colorsys
+
+    assert colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+
+
 def test_settings_are_values():
     assert Settings({"a": [1, 2], "b": "x"}) == Settings({"b": "x", "a": (1, 2)})
     assert hash(Settings({"a": 1, "b": 2})) == hash(Settings({"b": 2, "a": 1}))
@@ -147,3 +186,10 @@ def test_settings_are_values():
 )
 def test_a_source_is_recognised(text, expected):
     assert is_source(text) is expected
+
+
+def test_the_doctor_opens_a_file_with_neighbours_in_another_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "helper_of_doctor.py").write_text("class Base: number = 1\n")
+    (tmp_path / "mine.py").write_text("from helper_of_doctor import Base as Mine\n")
+    assert _attribute(f"{tmp_path / 'mine.py'}:Mine").number == 1

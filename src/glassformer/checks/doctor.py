@@ -32,7 +32,7 @@ from glassformer.kernels.threads import verifying
 from glassformer.lab.recipes import RECIPES, is_config, planned_run
 from glassformer.lab.runs.assemble import assemble
 from glassformer.spec.errors import CheckFailed, FileError, InputError, nearest
-from glassformer.spec.own import is_source
+from glassformer.spec.own import is_source, neighbours
 from glassformer.spec.train import RunSpec
 from glassformer.training.torch_engine import TorchEngine
 
@@ -321,7 +321,8 @@ def _attribute(reference: str) -> Any:
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            with neighbours(Path(place).resolve().parent):
+                spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
     except FileNotFoundError as error:

@@ -168,7 +168,10 @@ class _Allowed:
     def __init__(self) -> None:
         self.files: dict[str, tuple[Path, bytes]] = {}  # by SHA-256
         self.modules: set[str] = set()
-        self.imported: dict[str, types.ModuleType] = {}
+        # by SHA-256 and folder: the same file may have other neighbours elsewhere
+        self.imported: dict[tuple[str, Path], types.ModuleType] = {}
+        self.folders: set[Path] = set()  # of these files, where they were not on Python's path
+        self.neighbours: dict[str, Path] = {}  # the folders of the modules beside them
 
 
 _ALLOWED = _Allowed()
@@ -190,6 +193,8 @@ def allow_own_code(source: str | Path) -> None:
 
 def forget_own_code() -> None:
     """Withdraw every consent of this process."""
+    for name in _ALLOWED.neighbours:
+        sys.modules.pop(name, None)
     _ALLOWED.__init__()  # type: ignore[misc]
 
 
@@ -255,17 +260,54 @@ def running(part: OwnPart) -> Iterator[None]:
 def _import_file(part: OwnPart, file: str) -> types.ModuleType:
     if part.sha256 not in _ALLOWED.files:
         raise _refusal(part, file)
-    if part.sha256 in _ALLOWED.imported:
-        return _ALLOWED.imported[part.sha256]
-    loader = _Loader(f"glassformer_own_{part.sha256[:16]}", *_ALLOWED.files[part.sha256])
+    path, code = _ALLOWED.files[part.sha256]
+    folder = path.resolve().parent
+    if (part.sha256, folder) in _ALLOWED.imported:
+        return _ALLOWED.imported[part.sha256, folder]
+    loader = _Loader(f"glassformer_own_{part.sha256[:16]}", path, code)
     found = importlib.util.spec_from_loader(loader.name, loader)
     assert found is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[loader.name] = module  # dataclasses and typing look a class's module up
-    with running(part):
+    with running(part), neighbours(folder):
         loader.exec_module(module)
-    _ALLOWED.imported[part.sha256] = module
+    _ALLOWED.imported[part.sha256, folder] = module
     return module
+
+
+@contextlib.contextmanager
+def neighbours(folder: Path) -> Iterator[None]:
+    """Let a file import the modules beside it, as Python does for a script.
+
+    They come first while the file is imported, and last afterwards, for imports inside functions.
+    Modules of the same name beside another user's file are not taken for them.
+    """
+    place, known = str(folder), _ALLOWED.neighbours
+    for name in [name for name, home in known.items() if home != folder]:
+        sys.modules.pop(name, None)
+        del known[name]
+    before, on_path = set(sys.modules), place in sys.path and folder not in _ALLOWED.folders
+    sys.path.insert(0, place)
+    importlib.invalidate_caches()  # a file may be newer than what was listed of its folder
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)
+        if not on_path:
+            _ALLOWED.folders.add(folder)
+            new = {name for name in set(sys.modules) - before if _is_beside(name, folder)}
+            known.update(dict.fromkeys(new, folder))
+
+
+def _is_beside(name: str, folder: Path) -> bool:
+    """Return True if a module is `folder/name.py`, or in the package `folder/name`."""
+    module, first = sys.modules[name], name.partition(".")[0]
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    beside = (folder / f"{first}.py", folder / first)
+    found = [Path(place).resolve() for place in places if isinstance(place, str)]
+    return any(one in beside or beside[1] in one.parents for one in found)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
