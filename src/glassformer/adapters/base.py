@@ -167,6 +167,10 @@ class BaseAdapter(nn.Module, ABC):
         """Return logits (B, T, V); the masks are (B, T), True or 1 for real tokens."""
 
     @abstractmethod
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the states (B, T, D) after the last norm, which the heads read."""
+
+    @abstractmethod
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data, in the format that it was written in."""
 

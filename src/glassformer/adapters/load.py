@@ -40,6 +40,7 @@ from glassformer.adapters.table import identity_plan
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, dtype_of, load_weights, tensor_view
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
@@ -89,6 +90,14 @@ class WrappedAdapter(BaseAdapter):
         mask = None if valid is None else valid.long()
         logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
         return logits
+
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the last of the hidden states that the module returns."""
+        mask = None if inputs.valid_BT is None else inputs.valid_BT.long().to(self.device)
+        ids = inputs.tokens_BT.to(self.device)
+        found = self.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        hidden: Tensor = found.hidden_states[-1]
+        return hidden
 
     def get_architecture_type(self) -> str:
         """Return the type of the adapter that would read it natively."""

@@ -252,6 +252,10 @@ class NativeAdapter(BaseAdapter):
         heads: dict[str, Tensor] = self.model(inputs, cache=cache, taps=taps)
         return heads
 
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the states (B, T, D) after the last norm."""
+        return self.model.hidden(self.model.inputs(inputs))
+
     # --- files ------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:

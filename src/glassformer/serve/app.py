@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glassformer.adapters.embed import Embeddings
+from glassformer.adapters.embed import Embeddings, vector_width
 from glassformer.generation.batching import Continuation
 from glassformer.generation.constraint import Constraint
 from glassformer.kernels.matmul import machine
@@ -384,9 +384,10 @@ class _Api:
                 param="model",
                 code="unsupported_model",
             )
-        if asked.dimensions not in (None, served.spec.d_model):
+        width = vector_width(served.adapter)
+        if asked.dimensions not in (None, width):
             raise BadRequest(
-                f"'{served.name}' gives vectors of {served.spec.d_model} dimensions",
+                f"'{served.name}' gives vectors of {width} dimensions",
                 param="dimensions",
                 code="unsupported_parameter",
             )

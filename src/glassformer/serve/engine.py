@@ -21,7 +21,7 @@ import torch
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
-from glassformer.adapters.embed import Embeddings, embed, no_vectors
+from glassformer.adapters.embed import Embeddings, embed, no_vectors, vector_limit
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.batching import (
@@ -152,7 +152,7 @@ class Served:
     def context(self) -> int:
         """The most tokens of a prompt and its continuation, or of a text that is embedded."""
         if self._batcher is None:
-            return self.spec.max_seq_len
+            return vector_limit(self.adapter)
         return self._batcher.slots.max_seq_len
 
     @property
@@ -182,7 +182,7 @@ class Served:
         """Return the vector of one text, which is not shortened: too long a one is refused."""
         found = embed(self.adapter, text, pooling=pooling)
         if found.shortened:
-            raise InputError(f"a text of more than {self.spec.max_seq_len} tokens", hint="cut it")
+            raise InputError(f"a text of more than {found.limit} tokens", hint="cut it")
         return found
 
 

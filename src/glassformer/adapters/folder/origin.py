@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from glassformer.adapters.folder.files import ORIGIN, read_sidecar
+from glassformer.adapters.folder.sentence_files import module_files
 from glassformer.adapters.gguf.header import is_gguf, read_head
 from glassformer.adapters.gguf.hf_files import why_no_tokenizer
 from glassformer.adapters.tokenizers.files import CONFIG, FILE_LIMIT, PIECES, WORDS
@@ -34,9 +35,8 @@ NAMES = (
     "qwen.tiktoken",
     *PIECES,
     WORDS,
-    "1_Pooling/config.json",  # where a sentence's vector is read
     "modules.json",
-    "sentence_bert_config.json",
+    "1_Pooling/config.json",  # where a sentence's vector is read
     "source.spm",
     "target.spm",
 )
@@ -67,7 +67,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def read_origin(folder: Path, layout: dict[str, list[str]] | None = None) -> dict[str, bytes]:
     """Read the small files by name; `layout` records the weight files of a foreign folder."""
     kept = {}
-    for name in (*NAMES, LAYOUT):
+    for name in dict.fromkeys((*NAMES, *module_files(folder), LAYOUT)):
         path = folder / name
         if not path.is_file():
             continue

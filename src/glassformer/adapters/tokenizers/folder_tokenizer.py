@@ -5,13 +5,14 @@ padded to a round number): those decode to nothing and are listed in `unnamed`, 
 can leave them out. A sequence may end with any of `eos_ids`.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Engine
-from tokenizers import models
+from tokenizers import models, normalizers
 
 from glassformer.adapters.folder.files import need_folder, read_eos, read_sidecar
 from glassformer.adapters.tokenizers.files import CONFIG, MOST_TOKENS, raise_if_panic, read_engine
@@ -143,6 +144,17 @@ class FolderTokenizer:
             return self._named.get("bos_token") if adds_bos else None
         begun: list[int] = self._ids("", special=True)
         return begun[0] if begun and begun[0] == self._named.get("bos_token") else None
+
+    @cached_property
+    def lower_case(self) -> "FolderTokenizer":
+        """The same tokenizer, which writes a text in lower case first."""
+        twin = copy.copy(self)
+        twin.__dict__.pop("lower_case", None)
+        engine = Engine.from_str(self._engine.to_str())
+        own = [] if engine.normalizer is None else [engine.normalizer]
+        engine.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        twin._engine = engine
+        return twin
 
     @property
     def vocab_size(self) -> int:

@@ -11,7 +11,6 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import Readout
 
 SHOWN = 40  # characters of a text in the table
 
@@ -23,7 +22,8 @@ def embed(
         str | None,
         typer.Option(
             metavar="WHERE",
-            help="mean, first or last token; by default what the model's folder says.",
+            help="mean, first, last, max, mean_sqrt or weighted_mean; "
+            "by default what the model's folder says.",
         ),
     ] = None,
     plain: Annotated[
@@ -43,13 +43,14 @@ def embed(
     """
     from glassformer.adapters.embed import embed as vectors_of
     from glassformer.adapters.load import load_native
+    from glassformer.adapters.sentence import Pooling
 
     if not texts:
         raise InputError("no text", hint='glass embed MODEL "a cat" "a kitten"')
     adapter = load_native(find_model(model, runs=Path(runs)), device=check_device(device))
-    found = vectors_of(adapter, texts, pooling=cast(Readout | None, pooling), normalize=not plain)
+    found = vectors_of(adapter, texts, pooling=cast(Pooling | None, pooling), normalize=not plain)
     if found.shortened:
-        tell(f"note: {found.shortened} texts were longer than {adapter.spec.max_seq_len} tokens")
+        tell(f"note: {found.shortened} texts were longer than {found.limit} tokens")
     if as_json:
         result = {
             "vectors": found.vectors.tolist(),
