@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import glassformer as gf
-from glassformer.adapters.counterpart import counterpart, misfits
+from glassformer.adapters.counterpart import MARIAN, counterpart, misfits
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import load
 from glassformer.adapters.registry import families_that_write
 from glassformer.checks.preset_subjects import perturb
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.data.tokenizers.bpe import BytePairs
+from glassformer.lab.recipes import plan_run
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import (
@@ -194,6 +195,23 @@ def test_what_has_no_counterpart_is_refused_with_the_nearest(name):
         counterpart(presets.preset(name))
     assert "the nearest is" in caught.value.where
     assert REFUSED[name] in caught.value.where
+
+
+def test_a_model_of_odd_heads_is_refused_for_what_it_is_made_of():
+    spec = presets.budget_lm(vocab_size=23, d_model=21, n_heads=3, d_ff=32, n_layers=1)
+    (reason, *more) = misfits(spec, families_that_write()["llama"])
+    told = [reason, *more]
+    assert "position: Learned here, Rotary there" in told
+    assert not [text for text in told if "rotary_factor" in text or "d_head" in text]
+    even = misfits(replace(spec, d_model=24), families_that_write()["llama"])
+    assert told == even
+
+
+def test_the_hint_for_an_encoder_decoder_trains_one_that_is_exported():
+    with pytest.raises(InputError, match="no Hugging Face architecture") as caught:
+        counterpart(presets.preset("seq2seq"))
+    assert f"glass train reverse {' '.join(MARIAN)}" in caught.value.hint
+    assert counterpart(plan_run("reverse", MARIAN).spec.model).model_type == "marian"
 
 
 def test_misfits_name_the_field():

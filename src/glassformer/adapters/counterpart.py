@@ -42,6 +42,8 @@ BUILT_IN = {
     )
 }
 SHOWN = 6
+#: The settings with which our encoder-decoder is one of Hugging Face's.
+MARIAN = ("model.position.form=halves", "model.heads.0.tied=true", "model.share_embedding=true")
 #: Why a family of decoders does not fit a model that has an encoder.
 ALONE = "encoder: has one, and that is a decoder alone"
 
@@ -73,7 +75,7 @@ def _way_out(spec: ModelSpec) -> str:
     if spec.encoder is None:
         made = "rotary positions, RMSNorm and SwiGLU (`glass design`, `glass train lm-modern`)"
         return f"{made} are a Llama; {native}"
-    return f"a model trained with these settings as there is one; {native}"
+    return f"`glass train reverse {' '.join(MARIAN)}` trains a Marian; {native}"
 
 
 def nearest_of(tried: dict[str, list[str]]) -> str:
@@ -96,8 +98,38 @@ def misfits(spec: ModelSpec, family: Family) -> list[str]:
     try:
         again = family.spec_of(Config(family.config_of(spec)))
     except GlassError as error:
-        return [f"config.json: {error.what.removeprefix('config.json: ')}"]
+        # A rule of the family's that this model breaks, such as even heads for rotary positions,
+        # is a reason only if the model is of that kind.
+        return _misfits_apart_from_widths(spec, family) or [
+            f"config.json: {error.what.removeprefix('config.json: ')}"
+        ]
     return differences(spec, again)
+
+
+def _misfits_apart_from_widths(spec: ModelSpec, family: Family) -> list[str]:
+    """Return the differences of a model of twice the width, whose heads are even."""
+
+    def block(one: Block) -> Block:
+        attention, cross = (
+            each if each is None or each.d_head is None else replace(each, d_head=2 * each.d_head)
+            for each in (one.attention, one.cross)
+        )
+        assert attention is not None
+        return replace(one, attention=attention, cross=cross)
+
+    def stack(one: Stack) -> Stack:
+        layers = tuple(replace(each, block=block(each.block)) for each in one.layers)
+        return replace(one, layers=layers)
+
+    encoder = None if spec.encoder is None else stack(spec.encoder)
+    try:
+        wide = replace(spec, d_model=2 * spec.d_model, decoder=stack(spec.decoder), encoder=encoder)
+        again = family.spec_of(Config(family.config_of(wide)))
+    except GlassError:
+        return []
+    return [
+        text for text in differences(wide, again) if not text.partition(":")[0].endswith("d_head")
+    ]
 
 
 def differences(spec: ModelSpec, again: ModelSpec) -> list[str]:

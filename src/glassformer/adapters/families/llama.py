@@ -393,6 +393,8 @@ def read_stack(
     d_model = config.whole("hidden_size")
     width = attention.head_width(d_model)
     if int(width * rotary.share) % 2 or int(width * rotary.share) == 0:
+        if rotary.share == 1.0:
+            raise config.bad("head_dim", width, "an even number: rotary positions turn pairs")
         what = f"a part of 'head_dim' {width} that is pairs of numbers"
         raise config.bad("partial_rotary_factor", rotary.share, what)
     if isinstance(rotary.scaling, LongRopeScaling):
