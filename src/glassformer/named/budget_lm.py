@@ -24,9 +24,10 @@ from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.lab.api import result_of, train
 from glassformer.models.model import build
+from glassformer.named import masks
 from glassformer.nn import attention, block, ffn
 from glassformer.nn.linear import initialise
-from glassformer.nn.mask import Mask, causal_allow, mask_from_allow
+from glassformer.nn.mask import Mask
 from glassformer.spec import manifest
 from glassformer.spec import model as spec
 from glassformer.spec.checks import divides, probability
@@ -121,7 +122,7 @@ def compute_model_dims(config: ModelConfig) -> ModelDims:
 
 def causal_mask(length: int) -> Tensor:
     """Return (T, T) bool, True = may attend: the lower triangle with its diagonal."""
-    return causal_allow(length, length)
+    return masks.causal(length)
 
 
 class SwiGLU(ffn.SwiGLU):
@@ -147,12 +148,25 @@ def _block(d_model: int, n_heads: int, d_ff: int = 1) -> spec.Block:
     )
 
 
-def _mask(allow: Tensor | None) -> Mask:
-    return Mask(causal=True) if allow is None else mask_from_allow(allow)
+def _mask(allow: Tensor | None, x: Tensor, d_model: int, heads: int) -> Mask:
+    masks.vectors("x", x, d_model)
+    if allow is None:
+        return Mask(causal=True)
+    B, T = x.shape[:2]
+    if isinstance(allow, masks.PaddingMask):
+        raise InputError(
+            "a padding mask alone, where a mask replaces the causal one",
+            hint=f"causal_mask({T}) & padding_mask(lengths)",
+        )
+    return masks.attention_mask(allow, batch=B, heads=heads, queries=T, keys=T)
 
 
 class MultiHeadAttention(attention.MultiHeadAttention):
-    """Causal self-attention, no biases, 4 * d_model^2 parameters; a mask replaces the triangle."""
+    """Causal self-attention, no biases, 4 * d_model^2 parameters; a mask replaces the triangle.
+
+    forward(x, mask=None): x and result [batch, seq, d_model]; a mask is bool, True = may attend:
+    `causal_mask(T)`, [seq, seq], [batch, seq, seq] or [batch, heads, seq, seq].
+    """
 
     def __init__(
         self,
@@ -164,26 +178,27 @@ class MultiHeadAttention(attention.MultiHeadAttention):
     ) -> None:
         described = _block(d_model, n_heads).attention
         super().__init__(described, d_model, dropout=attention_dropout)
-        self.output_dropout = output_dropout
+        self.d_model, self.n_heads, self.output_dropout = d_model, n_heads, output_dropout
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        out = super().forward(x, mask=_mask(mask))
+        out = super().forward(x, mask=_mask(mask, x, self.d_model, self.n_heads))
         return F.dropout(out, self.output_dropout, self.training)
 
 
 class TransformerBlock(block.TransformerBlock):
-    """x + attention(norm(x)), then x + swiglu(norm(x)); a mask replaces the triangle."""
+    """x + attention(norm(x)), then x + swiglu(norm(x)); masks as `MultiHeadAttention` takes."""
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int, *, dropout: float = 0.0) -> None:
         described = _block(d_model, n_heads, d_ff)
         super().__init__(described, d_model, dropout=spec.Dropout.from_number(dropout))
+        self.d_model, self.n_heads = d_model, n_heads
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return super().forward(x, mask=_mask(mask))
+        return super().forward(x, mask=_mask(mask, x, self.d_model, self.n_heads))
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from glassformer.adapters.native import CustomTransformerAdapter, TrainingConfig
 from glassformer.adapters.registry import QwenAdapter, adapter_named, register
 from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
+from glassformer.named.masks import vectors
 from glassformer.nn import attention, block, ffn, norm
 from glassformer.nn.linear import initialise
 from glassformer.nn.mask import Mask
@@ -74,11 +75,12 @@ class MultiHeadAttention(attention.MultiHeadAttention):
     ) -> None:
         described = _attention(d_model, n_heads, causal=causal)
         super().__init__(described, d_model)
-        self.n_heads, self.causal = n_heads, causal
+        self.d_model, self.n_heads, self.causal = d_model, n_heads, causal
         rules = manifest.attention_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        vectors("x", x, self.d_model)
         return super().forward(x, mask=Mask(causal=self.causal))
 
 
@@ -112,10 +114,12 @@ class TransformerBlock(block.TransformerBlock):
             attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
         )
         super().__init__(described, d_model, dropout=spec.Dropout())
+        self.d_model = d_model
         rules = manifest.block_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        vectors("x", x, self.d_model)
         return super().forward(x, mask=Mask(causal=True))
 
 

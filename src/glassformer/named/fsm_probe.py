@@ -27,9 +27,10 @@ from torch import Tensor
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
+from glassformer.named import masks
 from glassformer.nn import attention, block, embedding, ffn
 from glassformer.nn.linear import Linear, initialise
-from glassformer.nn.mask import build_mask
+from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.position import SinusoidalPosition, sinusoids
 from glassformer.nn.taps import Taps, TapsAt, trace
 from glassformer.spec import manifest
@@ -120,6 +121,10 @@ class TokenEmbedding(embedding.TokenEmbedding):
         super().__init__(vocab_size, d_model)
         _xavier(self.weight)
 
+    def forward(self, tokens_bxt: Tensor) -> Tensor:
+        masks.token_ids(tokens_bxt, len(self.weight))
+        return super().forward(tokens_bxt)
+
 
 class FactorizedEmbedding(embedding.FactorizedTokenEmbedding):
     """U[token] @ V with U (vocab, rank), V (rank, d_model); `penalty()` is l1_u * sum |U|.
@@ -131,6 +136,10 @@ class FactorizedEmbedding(embedding.FactorizedTokenEmbedding):
         super().__init__(vocab_size, d_model, rank=rank, l1=l1_u)
         _xavier(self.u)
         _xavier(self.v)
+
+    def forward(self, tokens_bxt: Tensor) -> Tensor:
+        masks.token_ids(tokens_bxt, len(self.u))
+        return super().forward(tokens_bxt)
 
 
 def _xavier(weight: Tensor) -> None:
@@ -144,6 +153,7 @@ class PositionalEncoding(SinusoidalPosition):
         super().__init__(max_seq_len, d_model, kind=Sinusoidal())
 
     def forward(self, x_btd: Tensor) -> Tensor:  # type: ignore[override]
+        masks.vectors("x_btd", x_btd, self.table.shape[-1])
         T = x_btd.shape[-2]
         if self.max_seq_len < T:
             raise InputError(f"length {T} exceeds max_seq_len {self.max_seq_len}")
@@ -168,6 +178,13 @@ def _described(d_model: int, n_heads: int, d_mlp: int = 1) -> spec.Block:
     )
 
 
+def _mask(x_btd: Tensor, d_model: int, attn_mask_bxt: Tensor | None) -> Mask:
+    masks.vectors("x_btd", x_btd, d_model)
+    B, T = x_btd.shape[:2]
+    valid = masks.token_mask(attn_mask_bxt, batch=B, length=T, name="attn_mask_bxt")
+    return build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+
+
 class CausalSelfAttention(attention.MultiHeadAttention):
     """Scaled dot-product attention to positions up to one's own; PAD is left out both ways.
 
@@ -177,14 +194,14 @@ class CausalSelfAttention(attention.MultiHeadAttention):
     def __init__(self, d_model: int, n_heads: int, dropout: float = 0.0) -> None:
         described = _described(d_model, n_heads).attention
         super().__init__(described, d_model, dropout=dropout)
+        self.d_model = d_model
         rules = manifest.attention_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
 
     def forward(  # type: ignore[override]
         self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
     ) -> "Tensor | tuple[Tensor, Tensor]":
-        T, valid = x_btd.shape[1], attn_mask_bxt
-        mask = build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+        mask = _mask(x_btd, self.d_model, attn_mask_bxt)
         if not return_attn:
             return super().forward(x_btd, mask=mask)
         taps = Taps(read="weights")
@@ -209,14 +226,14 @@ class TransformerBlock(block.TransformerBlock):
         described = _described(d_model, n_heads, d_mlp)
         rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
         super().__init__(described, d_model, dropout=rates)
+        self.d_model = d_model
         rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
 
     def forward(  # type: ignore[override]
         self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None
     ) -> Tensor:
-        T, valid = x_btd.shape[1], attn_mask_bxt
-        mask = build_mask(T, T, causal=True, valid_q_BT=valid, valid_k_BS=valid)
+        mask = _mask(x_btd, self.d_model, attn_mask_bxt)
         return super().forward(x_btd, mask=mask)
 
 
@@ -277,7 +294,8 @@ class SingleLayerTransformer(CustomTransformerAdapter):
     def forward(  # type: ignore[override]
         self, tokens_bxt: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
     ) -> dict[str, Tensor]:
-        inputs, scoped = Inputs(tokens_bxt, attn_mask_bxt), self.scoped_taps
+        valid = masks.mask_of("attn_mask_bxt", attn_mask_bxt, tokens_bxt)
+        inputs, scoped = Inputs(tokens_bxt, valid), self.scoped_taps
         if not return_attn:
             return _by_name(self.model(inputs))
         others, edit = ((), None) if scoped is None else (scoped.patterns, scoped.edits)

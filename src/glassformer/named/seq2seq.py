@@ -30,15 +30,18 @@ from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
+from glassformer.named import masks
+from glassformer.named.masks import token_ids, vectors
 from glassformer.nn import attention, block, embedding, ffn
 from glassformer.nn.cache import FixedCache as KVCache
 from glassformer.nn.linear import initialise
-from glassformer.nn.mask import Mask, build_mask, causal_allow, mask_from_allow
+from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import SinusoidalPosition
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec import manifest, presets
 from glassformer.spec import model as spec
+from glassformer.spec.attention_shapes import check_heads
 from glassformer.spec.checks import divides
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
@@ -79,15 +82,19 @@ Rows = Tensor | Sequence[Sequence[int]]
 # --- 1: scaled dot-product attention --------------------------------------------------------------
 
 
-def padding_mask(lengths: Tensor, *, max_length: int | None = None) -> Tensor:
-    """Return (B, S) bool from sequence lengths, True = real token."""
-    width = int(lengths.max()) if max_length is None else max_length
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
+def padding_mask(lengths: Tensor | Sequence[int], *, max_length: int | None = None) -> Tensor:
+    """Return (B, S) bool from sequence lengths, True = real token.
+
+    Attention takes it as it is, and `causal_mask(T) & padding_mask(lengths)` is (B, T, T): both
+    know their axes, so this holds where batch = seq too. A mask of your own is
+    `(tokens != pad)[:, None]`.
+    """
+    return masks.padding(lengths, max_length=max_length)
 
 
 def causal_mask(length: int) -> Tensor:
     """Return (T, T) bool, True = may attend: the lower triangle with its diagonal."""
-    return causal_allow(length, length)
+    return masks.causal(length)
 
 
 def scaled_dot_product_attention(
@@ -95,19 +102,21 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(q k^T / sqrt(d_k)) v and the weights.
 
-    q [batch, seq, d_k], or with heads [batch, h, seq, d_k]; a mask is True where attention is
-    allowed, [seq, seq], [batch, seq, seq] or [batch, h, seq, seq]. The scale keeps the scores of
-    random vectors near 1; the softmax subtracts the largest score, so none overflows.
+    q [batch, seq, d_k], or with heads [batch, h, seq, d_k]. A mask is True where attention is
+    allowed: `causal_mask`, `padding_mask`, both joined by `&`, or [seq, seq], [batch, seq, seq],
+    [batch, h, seq, seq], where 1 stands for all. The scale keeps the scores of random vectors near
+    1; the softmax subtracts the largest score, so none overflows.
     """
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+    check_heads(*(tuple(x.shape) for x in (q, k, v)))
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise InputError(
-            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}",
-            hint="[batch, seq, d_k], or [batch, heads, seq, d_k], for all three",
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}", hint="one of floating point"
         )
     taps, one_head = Taps(read="weights"), q.ndim == 3
     if one_head:
         q, k, v = q[:, None], k[:, None], v[:, None]
-    allow = Mask() if mask is None else mask_from_allow(mask)
+    (batch, heads, queries), keys = q.shape[:3], k.shape[2]
+    allow = masks.attention_mask(mask, batch=batch, heads=heads, queries=queries, keys=keys)
     out = attention.attend(q, k, v, mask=allow, taps=TapsAt(taps, ""))
     weights = taps.seen["weights"]
     return (out[:, 0], weights[:, 0]) if one_head else (out, weights)
@@ -130,20 +139,31 @@ def concat_heads(x: Tensor) -> Tensor:
 class MultiHeadAttention(attention.MultiHeadAttention):
     """concat(head_1, ..., head_h) W_O; all heads in one batched product.
 
-    forward(x, memory=None, mask=None): queries of x, keys and values of memory, or of x itself.
+    forward(x, memory=None, mask=None): queries of x, keys and values of memory, or of x itself;
+    masks as `scaled_dot_product_attention` takes them, of memory's length where there is one.
     """
 
     def __init__(self, d_model: int = 512, heads: int = 8, *, dropout: float = 0.0) -> None:
         divides("d_model", d_model, "heads", heads)
         described = spec.Attention(n_heads=heads, bias="all", causal=False)
         super().__init__(described, d_model, dropout=dropout)
+        self.d_model, self.heads = d_model, heads
         rules = manifest.attention_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
 
     def forward(  # type: ignore[override]
         self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        allow = Mask() if mask is None else mask_from_allow(mask)
+        vectors("x", x, self.d_model)
+        if memory is not None:
+            vectors("memory", memory, self.d_model, like=x)
+        allow = masks.attention_mask(
+            mask,
+            batch=len(x),
+            heads=self.heads,
+            queries=x.shape[1],
+            keys=(x if memory is None else memory).shape[1],
+        )
         return super().forward(x, mask=allow, context_BSD=memory)
 
 
@@ -176,6 +196,10 @@ class TokenEmbedding(embedding.TokenEmbedding):
         super().__init__(vocab_size, d_model, scale=d_model**0.5 if scale else None)
         nn.init.xavier_uniform_(self.weight)
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        token_ids(tokens, len(self.weight))
+        return super().forward(tokens)
+
 
 class PositionalEncoding(SinusoidalPosition):
     """x + PE for positions from 0: a buffer, not a parameter."""
@@ -184,6 +208,7 @@ class PositionalEncoding(SinusoidalPosition):
         super().__init__(max_seq_len, d_model, kind=Sinusoidal())
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        vectors("x", x, self.table.shape[-1])
         if x.shape[1] > self.max_seq_len:
             raise InputError(f"length {x.shape[1]} exceeds max_seq_len {self.max_seq_len}")
         return super().forward(x, slice(0, x.shape[1]))
@@ -233,6 +258,7 @@ class _Layer(block.TransformerBlock):
         described = getattr(whole, self.side).layers[0].block
         rates = spec.Dropout(attention=dropout, residual=dropout, ffn=dropout)
         super().__init__(described, d_model, dropout=rates)
+        self.d_model = d_model
         rules = manifest.block_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
 
@@ -245,7 +271,9 @@ class EncoderLayer(_Layer):
     def forward(  # type: ignore[override]
         self, x: Tensor, valid: Tensor | None = None
     ) -> Tensor:
-        T = x.shape[1]
+        vectors("x", x, self.d_model)
+        B, T = x.shape[:2]
+        valid = masks.token_mask(valid, batch=B, length=T)
         mask = build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)
         return super().forward(x, mask=mask)
 
@@ -258,7 +286,11 @@ class DecoderLayer(_Layer):
     def forward(  # type: ignore[override]
         self, x: Tensor, memory: Tensor, memory_valid: Tensor | None = None
     ) -> Tensor:
-        reads = build_mask(x.shape[1], memory.shape[1], causal=False, valid_k_BS=memory_valid)
+        vectors("x", x, self.d_model)
+        vectors("memory", memory, self.d_model, like=x)
+        B, S = memory.shape[:2]
+        valid = masks.token_mask(memory_valid, batch=B, length=S, name="memory_valid")
+        reads = build_mask(x.shape[1], S, causal=False, valid_k_BS=valid)
         return super().forward(x, mask=Mask(causal=True), memory_BSD=memory, memory_mask=reads)
 
 
@@ -366,21 +398,42 @@ class Transformer(CustomTransformerAdapter):
         source_valid: Tensor | None = None,
         target_valid: Tensor | None = None,
     ) -> Tensor:
-        inputs = Inputs(target, target_valid, None, source, source_valid)
+        inputs = Inputs(
+            target,
+            masks.mask_of("target_valid", target_valid, target),
+            None,
+            source,
+            masks.mask_of("source_valid", source_valid, source),
+        )
         return cast(Tensor, self.model(inputs)["next"])
 
 
 def masked_cross_entropy(
     logits: Tensor, targets: Tensor, valid: Tensor | None = None, *, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross-entropy over real tokens; padding has no part in it."""
+    """Return the mean cross-entropy over real tokens; padding has no part in it.
+
+    logits [batch, seq, vocab], targets [batch, seq], valid as `padding_mask` gives it.
+    """
+    if logits.ndim != 3 or targets.shape != logits.shape[:2]:
+        raise InputError(
+            f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}",
+            hint="[batch, seq, vocab] and [batch, seq]",
+        )
+    counted = masks.token_mask(valid, batch=len(targets), length=targets.shape[1])
+    if counted is not None:  # what padding holds need not be a token
+        targets = targets.masked_fill(~counted, 0)
+    token_ids(targets, logits.shape[-1], name="target")
     loss = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+        logits.flatten(0, 1),
+        targets.flatten().long(),
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
-    if valid is None:
+    if counted is None:
         return loss.mean()
-    counted = valid.flatten()
-    return loss[counted].sum() / counted.sum().clamp(min=1)
+    real = counted.flatten()
+    return loss[real].sum() / real.sum().clamp(min=1)
 
 
 # --- 6: inference ---------------------------------------------------------------------------------
@@ -456,6 +509,8 @@ def beam_search(
 
 
 def _prompts(source: Rows, valid: Tensor | None, bos: int) -> Prompts:
+    if valid is not None:
+        valid = masks.mask_of("source_valid", valid, torch.as_tensor(source))
     rows = source.tolist() if isinstance(source, Tensor) and valid is None else source
     return Prompts.of([[bos]] * len(rows), sources=rows, source_valid=valid)
 

@@ -165,6 +165,7 @@ def size(name: str, value: int, least: int = 1) -> None:
 
 def divides(name: str, value: int, by_name: str, by: int) -> None:
     """Require that `by` divides `value`; the hint names the neighbours that work."""
+    at_least(by_name, by)
     if value % by:
         below, above = value - value % by, value - value % by + by
         choices = f"{below} or {above}" if below else f"{above}"
