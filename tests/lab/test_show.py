@@ -14,6 +14,7 @@ from glassformer.spec.presets import PRESETS
 from glassformer.spec.serialize import from_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
 from glassformer.spec.train import RunSpec
+from tests.command import glass
 
 RUN = "tests/fixtures/older-run"
 
@@ -65,3 +66,26 @@ def test_the_command_writes_a_file_to_train_from(tmp_path):
     assert from_dict(RunSpec, tomllib.loads(out.read_text())).train.seed == 7
     found = json.loads(CliRunner().invoke(app, ["show", RUN, "--json"]).stdout)
     assert found["kind"] == "run" and found["settings"]["train"]["seed"] == 1
+
+
+def test_the_program_is_listed_and_complete_as_json() -> None:
+    shown = gf.show("qwen")
+    assert "blocks.1 to 2: as blocks.0" in shown.operations()
+    assert "blocks.1 to 2" not in shown.operations(every_block=True)
+    found = json.loads(shown.operations_json())
+    assert [op["kind"] for op in found["operations"][:3]] == ["Embed", "Norm", "Linear"]
+    assert found["outputs"] == {"next": "heads.next"}
+    assert found["values"]["blocks.0.attn.q"] == {"width": 256, "rows": "target"}
+    alibi = json.loads(gf.show("alibi-lm").operations_json())
+    assert alibi["operations"][1]["settings"]["form"] == {
+        "kind": "ALiBi",
+        "max_bias": 8.0,
+        "scaled": False,
+    }
+
+
+@pytest.mark.parametrize("other", [["--diagram"], ["--narrow"], ["-o", "qwen.svg"]])
+def test_a_program_is_one_way_to_show_a_model(other: list[str]) -> None:
+    done = glass("show", "qwen", "--program", *other)
+    assert done.returncode == 2
+    assert f"--program and {other[0]}" in done.stderr

@@ -7,7 +7,7 @@ all of it can be pasted into a config file. A preset and a run need no torch.
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
@@ -33,6 +33,7 @@ from glassformer.spec.model import (
 )
 from glassformer.spec.own import OwnPosition, installed_parts, is_source
 from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
+from glassformer.spec.program import listing, program
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
 from glassformer.spec.train import RunSpec, lora_manifest
@@ -84,6 +85,23 @@ class Shown:
     def text(self) -> str:
         """Return the summary as comments, then the settings."""
         return "\n".join([*(f"# {line}" for line in self.summary()), "", self.toml().rstrip()])
+
+    def operations(self, *, every_block: bool = False) -> str:
+        """Return what the model computes, operation by operation; of equal blocks the first."""
+        return listing(program(self.model), every_block=every_block)
+
+    def operations_json(self) -> str:
+        """Return the same as one JSON object: the operations in order, complete."""
+        made = program(self.model)
+        ops = [
+            {"kind": type(op.kind).__name__, "settings": to_dict(op.kind)}
+            | {one.name: getattr(op, one.name) for one in fields(op) if one.name != "kind"}
+            for op in made.ops
+        ]
+        values = {name: {"width": v.width, "rows": v.rows} for name, v in made.values.items()}
+        return json.dumps(
+            {"name": self.name, "operations": ops, "values": values, "outputs": made.outputs}
+        )
 
     def to_json(self) -> str:
         """Return one JSON object: name, kind, parameters and settings."""

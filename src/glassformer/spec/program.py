@@ -547,7 +547,9 @@ class _Writer:
         x = add(x, attend(one), "resid_mid")
         return add(x, feed(two), "resid_post")
 
-    def norm(self, norm: LayerNorm | RMSNorm, x: str, weights: str, *, to: str, over: int | None = None) -> str:
+    def norm(
+        self, norm: LayerNorm | RMSNorm, x: str, weights: str, *, to: str, over: int | None = None
+    ) -> str:
         """Write a norm over complete rows, or over runs of `over` numbers."""
         over = self.values[x].width if over is None else over
         match norm:

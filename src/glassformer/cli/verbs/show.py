@@ -1,6 +1,7 @@
 """`glass show`, `glass list`, `glass completion`: settings, names, a shell that completes them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,8 +26,12 @@ def show(
     narrow: Annotated[
         bool, typer.Option("--narrow", help="Draw the stack alone, for a narrow column.")
     ] = False,
+    program: Annotated[
+        bool,
+        typer.Option("--program", help="List what the model computes, operation by operation."),
+    ] = False,
     every_block: Annotated[
-        bool, typer.Option("--every-block", help="Draw equal blocks one by one.")
+        bool, typer.Option("--every-block", help="Draw or list equal blocks one by one.")
     ] = False,
     out: Annotated[
         str | None,
@@ -46,16 +51,27 @@ def show(
       glass show runs/digits
 
       glass show qwen --diagram -o qwen.svg
+
+      glass show qwen --program
     """
     from glassformer.cli.shell import resolve
     from glassformer.cli.shell.terminal import target_of, tell, write_file
     from glassformer.lab.show import show as shown
 
-    drawn = diagram or narrow or every_block or (out or "").lower().endswith(".svg")
+    if program:
+        refuse_with("--program", {"--diagram": diagram, "--narrow": narrow, "-o": out is not None})
+    drawn = not program and (
+        diagram or narrow or every_block or (out or "").lower().endswith(".svg")
+    )
     target = target_of(out, ("svg",) if drawn else ("toml", "json"))
     if what.count("/") == 1 and not what.endswith((".toml", ".json")):  # perhaps org/name
         what = resolve.find_model(what, runs=Path(runs))
     found = shown(what, overrides=list(overrides or ()), runs=runs)
+    if program:
+        typer.echo(
+            found.operations_json() if as_json else found.operations(every_block=every_block)
+        )
+        return
     if drawn:
         from glassformer.lens.show.diagram import diagram as draw
 
@@ -74,6 +90,13 @@ def show(
         typer.echo(found.to_json())
     elif target is None and not drawn:
         typer.echo(found.text())
+
+
+def refuse_with(option: str, others: Mapping[str, bool]) -> None:
+    """Refuse options that are given together with one that leaves them nothing to do."""
+    for name, given in others.items():
+        if given:
+            raise InputError(f"{option} and {name} are two ways to show a model", hint="use one")
 
 
 def list_all(runs: Runs = "runs", as_json: AsJson = False) -> None:
