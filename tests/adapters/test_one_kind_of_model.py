@@ -224,8 +224,11 @@ def test_options_are_those_of_the_command():
     assert set(model.generate("ab", max_new_tokens=6, regex="[01]*")) <= {"0", "1"}
     cached, plain = (model.generate("ab", max_new_tokens=9, cached=way) for way in (True, False))
     assert cached == plain == model.generate("ab", max_new_tokens=9, fast=True)
-    with pytest.raises(InputError, match="beam search"):
-        model.generate("ab", width=2)
+    best = gf.beam_search(model, "ab", width=3, max_new_tokens=4)[0]
+    assert model.generate("ab", width=3, max_new_tokens=4) == best.text
+    assert model.generate([[97, 98]] * 2, width=3, max_new_tokens=4) == [list(best.tokens)] * 2
+    with pytest.raises(InputError, match="several hypotheses"):
+        model.generate("ab", width=3, n_best=2)
 
 
 def test_generate_takes_text_or_ids_and_every_option():
@@ -252,6 +255,17 @@ def test_generate_takes_text_or_ids_and_every_option():
     with pytest.raises(InputError, match="no decoding option 'temprature'") as error:
         model.generate("ab", temprature=1.0)
     assert "did you mean 'temperature'" in error.value.hint
+
+
+def test_a_quantized_model_says_so(tmp_path):
+    model = gf.load(text_model().save(tmp_path / "float"))
+    assert f"float32 on cpu, from {tmp_path / 'float'}" in repr(model)
+    for bits in (8, 4):
+        small = gf.quantize(model, bits=bits)
+        assert f"int{bits}" in repr(small).partition(", quantized from ")[0]
+        assert f"quantized from {tmp_path / 'float'}" in repr(small)
+        again = repr(gf.load(small.save(tmp_path / f"int{bits}")))
+        assert "else float32 on cpu" in again and f", from {tmp_path / f'int{bits}'}" in again
 
 
 def test_beams_start_from_text_or_ids():

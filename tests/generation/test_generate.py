@@ -11,8 +11,9 @@ from glassformer.generation.request import read_request
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch, stream
 from glassformer.models.model import build
-from glassformer.spec.decoding import BeamSpec, DecodeSpec, by_flag, without_effect
+from glassformer.spec.decoding import OPTIONS, BeamSpec, DecodeSpec, by_flag, without_effect
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import options_of
 from glassformer.spec.presets import budget_lm, core
 
 
@@ -97,7 +98,13 @@ def test_all_steps_report_the_likeliest_tokens():
     [
         ({"colour": 1}, "no decoding option 'colour'"),
         ({"max_tokens": 1}, "did you mean 'max_new_tokens'"),
-        ({"width": 4}, "beam_search"),
+        ({"num_beams": 4}, "did you mean 'width'"),
+        ({"beams": 4}, "did you mean 'width'"),
+        ({"do_sample": True}, "did you mean 'temperature'"),
+        ({"use_cache": False}, "did you mean 'cached'"),
+        ({"no_cache": True}, "did you mean 'cached'"),
+        ({"lean": True}, "did you mean 'fast'"),
+        ({"width": 4, "temperature": 1.0}, "temperature does not go with width"),
         ({"n_best": 2}, "n_best belongs to a beam search"),
         ({"top_p": 0}, "top_p 0 is outside"),
         ({"forced": "text"}, "needs a tokenizer"),
@@ -107,6 +114,25 @@ def test_all_steps_report_the_likeliest_tokens():
 def test_bad_options_are_refused(model, options, message):
     with pytest.raises(InputError, match=message):
         generate(model, [1], **options)
+
+
+def test_every_option_that_an_error_lists_is_accepted(model):
+    with pytest.raises(InputError) as error:
+        generate(model, [1], xyzzy=1)
+    listed = error.value.hint.removeprefix("known: ").split(", ")
+    assert "width" in listed and "n_best" not in listed
+    defaults = {each.name: each.default for cls in OPTIONS for each in options_of(cls)}
+    defaults |= {"eos": (), "source": None, "max_new_tokens": 3}
+    for name in listed:
+        assert generate(model, [1], **{"max_new_tokens": 3, name: defaults[name]}).tokens
+
+
+def test_a_width_gives_the_best_of_a_beam_search(model):
+    best = beam_search(model, [1], width=4, max_new_tokens=5)[0]
+    found = generate(model, [1], width=4, max_new_tokens=5)
+    assert (found.tokens, found.logprobs, found.finish) == (best.tokens, best.logprobs, best.finish)
+    with pytest.raises(InputError, match="streamed"):
+        stream_tokens(model, [1], width=4)
 
 
 def test_text_needs_a_tokenizer(model):

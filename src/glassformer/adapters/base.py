@@ -35,7 +35,13 @@ from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_i
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.choice import check_own_cache
-from glassformer.generation.generate import evaluating, make_stepper, prepare, stream_tokens
+from glassformer.generation.generate import (
+    best_of_beams,
+    evaluating,
+    make_stepper,
+    prepare,
+    stream_tokens,
+)
 from glassformer.generation.prompts import Prompts, padded, text_prompt
 from glassformer.generation.stepper import Rows
 from glassformer.generation.stepping import Stepper
@@ -46,10 +52,11 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.predictions import class_name
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
-from glassformer.quant.contents import quantized_numbers
-from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache
-from glassformer.spec.errors import InputError, nearest
+from glassformer.quant.contents import quantization_report, quantized_numbers
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache, nearest_option
+from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+from glassformer.store.checkpoint import is_quantized
 
 # B batch, T length, V vocab
 
@@ -141,12 +148,24 @@ class BaseAdapter(nn.Module, ABC):
         layers = f"{spec.n_layers} layers"
         if spec.encoder is not None:
             layers = f"{spec.encoder.n_layers} encoder and {spec.n_layers} decoder layers"
-        came = "" if self.origin is None else f", from {self.origin}"
         return (
             f"<{type(self).__name__}: {self.get_num_parameters():,} parameters, {layers}, "
             f"d_model {spec.d_model}, {heads} heads, vocabulary {spec.vocab_size:,}, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{came}>"
+            f"{self._held_as()}>"
         )
+
+    def _held_as(self) -> str:
+        """Return what the weights are held in, where, and the folder or file they came from."""
+        plain = str(self.dtype).removeprefix("torch.")
+        schemes = quantization_report(self).schemes()
+        rounded = [
+            f"{scheme} in {count} layer{'s' * (count > 1)}" for scheme, count in schemes.items()
+        ]
+        held = ", ".join([*rounded, f"else {plain}" if rounded else plain])
+        if self.origin is None:
+            return f"{held} on {self.device}"
+        as_read = not rounded or is_quantized(self.origin)
+        return f"{held} on {self.device}, {'from' if as_read else 'quantized from'} {self.origin}"
 
     if TYPE_CHECKING:
 
@@ -269,8 +288,9 @@ class BaseAdapter(nn.Module, ABC):
         """Continue a prompt: text gives text; a row of ids, new ids; several rows, a list of each.
 
         Options are those of `gf.generate`: max_new_tokens, temperature, top_k, top_p, stop, seed,
-        regex, ...; greedy by default. A model with an answer head gives its answer. `gf.generate`
-        also returns log-probabilities and why a sequence ended.
+        regex, ...; greedy by default, and `width=4` gives the best of a beam search. A model with
+        an answer head gives its answer. `gf.generate` also returns log-probabilities and why a
+        sequence ended.
         """
         if "next" not in self.spec.head_names():
             return self._answered(prompt, options)
@@ -285,7 +305,7 @@ class BaseAdapter(nn.Module, ABC):
         given = prompt if isinstance(prompt, str) else self.prompts(prompt)
         tokenizer, request, prompts = prepare(self, given, options)
         if isinstance(request.decoding, BeamSpec):
-            raise InputError("width belongs to a beam search", hint="gf.beam_search(model, prompt)")
+            return best_of_beams(self, tokenizer, request, prompts)
         with evaluating(self):
             return generate_batch(
                 make_stepper(self, request.step),
@@ -357,7 +377,9 @@ class BaseAdapter(nn.Module, ABC):
         defaults = {field.name: field.default for field in dataclasses.fields(DecodeSpec)}
         for name, value in options.items():
             if name not in defaults:
-                raise InputError(f"no decoding option '{name}'", hint=nearest(name, defaults))
+                raise InputError(
+                    f"no decoding option '{name}'", hint=nearest_option(name, defaults)
+                )
             if name not in ("max_new_tokens", "seed") and value != defaults[name]:
                 raise InputError(
                     "this model gives one answer: there is nothing to sample or to stop",

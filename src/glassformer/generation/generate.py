@@ -29,13 +29,8 @@ from glassformer.generation.stepper import NaiveStepper
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
-from glassformer.spec.decoding import (
-    BeamSpec,
-    ConstraintSpec,
-    DecodeSpec,
-    StepSpec,
-)
-from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.decoding import OPTIONS, BeamSpec, StepSpec, nearest_option
+from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.options import options_of
 
@@ -77,9 +72,15 @@ def generate(
 ) -> Generated:
     """Continue a prompt: the text, the new tokens, their log-probabilities, and why they ended.
 
-    Greedy by default. A model without a tokenizer takes token ids, and the text is then empty; an
+    Greedy by default; `width=4` gives the best hypothesis of a beam search. A model without a
+    tokenizer takes token ids, and the text is then empty; an
     encoder-decoder then reads `source=ids`, and the prompt is how its output begins.
     """
+    if "width" in options:
+        if draft is not None:
+            options = {**options, "speculate": True}  # refused: beams are several
+        tokenizer, request, prompts = prepare(model, prompt, options)
+        return best_of_beams(model, tokenizer, request, prompts)[0]
     collected = Collected()
     stepper, new_tokens = _streamed(model, prompt, options, draft)
     for new in new_tokens:
@@ -109,7 +110,10 @@ def _streamed(
     tokenizer, request, prompts = prepare(model, prompt, options)
     spec = request.decoding
     if isinstance(spec, BeamSpec):
-        raise InputError("width belongs to a beam search", hint="beam_search(model, prompt, ...)")
+        raise InputError(
+            "a beam search knows its best hypothesis at its end, so its tokens are not streamed",
+            hint="gf.generate(model, prompt, width=4), or gf.beam_search for all of them",
+        )
     with evaluating(model):
         stepper = make_stepper(model, request.step, draft=draft)
         new_tokens = stream(
@@ -125,7 +129,7 @@ def _streamed(
 def beam_search(model: TextModel | Model, prompt: Prompt, **options: Any) -> tuple[Hypothesis, ...]:
     """Search for the likeliest complete continuations, best first, each with score and text."""
     options = {"width": BeamSpec().width, **options}
-    tokenizer, request, prompts = prepare(model, prompt, options)
+    tokenizer, request, prompts = prepare(model, prompt, options, several=True)
     spec = request.decoding
     assert isinstance(spec, BeamSpec)
     with evaluating(model):
@@ -133,6 +137,21 @@ def beam_search(model: TextModel | Model, prompt: Prompt, **options: Any) -> tup
             make_stepper(model, request.step), prompts, spec=spec, constraint=request.constraint
         )
     return with_texts(found.hypotheses, spec=spec, tokenizer=tokenizer)
+
+
+def best_of_beams(
+    model: TextModel | Model, tokenizer: Tokenizer | None, request: Request, prompts: Prompts
+) -> list[Generated]:
+    """Return the best hypothesis of a beam search for each prompt."""
+    spec = request.decoding
+    assert isinstance(spec, BeamSpec)
+    stepper = make_stepper(model, request.step)
+    with evaluating(model):
+        found = beam.beam_search(
+            stepper, prompts, spec=replace(spec, n_best=1), constraint=request.constraint
+        )
+    best = with_texts([one.hypotheses[0] for one in found], spec=spec, tokenizer=tokenizer)
+    return [Generated(one.tokens, one.logprobs, one.finish, one.text) for one in best]
 
 
 def with_texts(
@@ -195,22 +214,33 @@ def evaluating(model: TextModel | Model) -> Iterator[None]:
 
 
 def prepare(
-    model: TextModel | Model, prompt: Prompt | Prompts, options: Mapping[str, Any]
+    model: TextModel | Model,
+    prompt: Prompt | Prompts,
+    options: Mapping[str, Any],
+    *,
+    several: bool = False,
 ) -> tuple[Tokenizer | None, Request, Prompts]:
     """Return the model's tokenizer, checked options with its ends, and the prompt as ids.
 
     Two options are not the spec's: `eos`, the ids that end a text, and `source`, the ids that an
-    encoder reads, one sequence or a row for each prompt.
+    encoder reads, one sequence or a row for each prompt. `several`: whether `n_best` has a meaning.
     """
     if not isinstance(model, Model) and not callable(getattr(model, "get_tokenizer", None)):
         raise InputError(
             f"cannot generate with a {type(model).__name__}", hint="gf.build or gf.load a model"
         )
-    specs = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
-    known = {each.name for cls in specs for each in options_of(cls)}
+    known = {each.name for cls in OPTIONS for each in options_of(cls)} | {"eos", "source"}
+    if not several:
+        known.discard("n_best")
+        if options.get("n_best") not in (None, 1):
+            raise InputError(
+                "n_best belongs to a beam search that returns several hypotheses",
+                hint="gf.beam_search(model, prompt, n_best=2)",
+            )
+        options = {name: value for name, value in options.items() if name != "n_best"}
     for name in options:
-        if name not in known and name not in ("eos", "source"):
-            raise InputError(f"no decoding option '{name}'", hint=nearest(name, known))
+        if name not in known:
+            raise InputError(f"no decoding option '{name}'", hint=nearest_option(name, known))
     tokenizer = None if isinstance(model, Model) else model.get_tokenizer()
     eos: tuple[int, ...] = tuple(options.get("eos", ()))
     forbidden: tuple[int, ...] = ()

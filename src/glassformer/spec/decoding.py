@@ -5,7 +5,7 @@ the web page, `generation_config.json` and the tables of the docs are made from 
 Lengths count new tokens, the end among them; the prompt is not counted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -343,6 +343,37 @@ class StepSpec:
 
 # --- options by name ------------------------------------------------------------------------------
 
+#: Every spec that declares options of decoding.
+OPTIONS = (DecodeSpec, BeamSpec, ConstraintSpec, StepSpec)
+
+#: What other libraries call an option, for suggestions.
+OTHER_NAMES = {
+    "num_beams": "width",
+    "beam_width": "width",
+    "num_return_sequences": "n_best",
+    "num_beam_groups": "groups",
+    "diversity_penalty": "diversity",
+    "length_penalty": "alpha",
+    "do_sample": "temperature",
+    "use_cache": "cached",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_length": "min_new_tokens",
+    "eos_token_id": "eos",
+    "stop_strings": "stop",
+    "bad_words_ids": "forbidden",
+    "guided_regex": "regex",
+}
+
+
+def nearest_option(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'width'?` for a flag, another library's word, or a slip of the pen."""
+    every = {each.name: each for cls in OPTIONS for each in options_of(cls)}
+    flags = {each.flag.strip("-").replace("-", "_"): each.name for each in every.values()}
+    meant = OTHER_NAMES.get(name) or flags.get(name)
+    listed = [*known]
+    return f"did you mean '{meant}'?" if meant in listed else nearest(name, listed)
+
 
 def by_name(each: Option) -> str:
     """Return an option's name in errors for a caller in Python."""
@@ -388,7 +419,9 @@ def decoding_spec(
     foreign = {each.name: each for each in options_of(other) if each.name not in known}
     for name, value in options.items():
         if name not in known and name not in foreign:
-            raise InputError(f"no option is named {name!r}", hint=nearest(name, known | foreign))
+            raise InputError(
+                f"no option is named {name!r}", hint=nearest_option(name, known | foreign)
+            )
         if name in foreign and value != foreign[name].default:
             raise _misplaced(foreign[name], spell)
     return own(eos=eos, **{name: value for name, value in options.items() if name in known})
