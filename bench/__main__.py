@@ -30,6 +30,7 @@ def main() -> None:
         "doctor_parts",
         "families",
         "foreign_models",
+        "llama_peer",
         "museum_models",
         "peers",
         "tiny_models",

@@ -1,17 +1,28 @@
-"""Decoding beside llama.cpp (`xllamacpp`): float32, 8 and 4 bits of the same weights.
+"""Decoding compared with builds of llama.cpp: float32, 8 and 4 bits of the same weights.
 
-The files that llama.cpp reads are our own exports: f32, q8_0 and q4_0. Batch 1 and 8 from a short
-prompt, and reading a prompt of 512. By the wall clock llama.cpp's time is the one that it reports
-itself, without requests and text. On a machine that others use, `--clock cpu --threads 1` compares
-the work: the processor time of this process during each call, with reading the short prompt.
+`--library FILE` names a build, and may be given several times: a libllama.so, or the wheel's
+`xllamacpp.abi3.so`, which is among them where `xllamacpp` is installed. A wheel is built for all
+machines, with AVX2 at most; so one that was built for this machine must be among them:
+
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
+
+(its library is llama_cpp/lib/libllama.so). Rows say which instructions each was built for. The
+files that they read are our own exports: f32, q8_0 and q4_0. Each is asked in a process of its own
+by plain `llama_decode` calls, with flash attention on, and chooses greedily as we do; the sides
+are interleaved. Batch 1 and 8 from a short prompt, and reading a prompt of 512. `--clock cpu
+--threads 1` takes CPU time, for a machine that others use.
 """
 
 import argparse
 import copy
+import importlib.util
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,7 +30,7 @@ from typing import Any
 
 import torch
 
-from bench.clock import Row, installed, rows, said
+from bench.clock import Row, said
 from bench.generate import MEDIUM, TINY, weight_bytes
 from bench.serve import make_model
 from glassformer.adapters.any_model import export
@@ -35,19 +46,23 @@ from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Int4, Int8
 
-#: Ours and the type of llama.cpp's file that it stands beside. Our exports round the tied table as
-#: all else, so the heads of ours have as many bits here, which is not their default for INT4.
+#: Ours and the type of llama.cpp's file that it is compared with. Our exports round the tied table
+#: as all else, so the heads of ours have as many bits here, which is not their default for INT4.
 PAIRS: tuple[tuple[str, QuantSpec | None, str], ...] = (
     ("float32", None, "f32"),
     ("INT8", QuantSpec(scheme=Int8(), head=Int8()), "q8_0"),
     ("INT4", QuantSpec(scheme=Int4(), head=Int4()), "q4_0"),
 )
 SHORT = 8  # tokens before those that are decoded
-LIMIT = "reading alone"
+LIMIT, OURS = "reading alone", "glassformer"
+PEER = Path(__file__).parent / "llama_peer.py"
+#: Named by a library's system information where it was built for this machine's vectors.
+WIDE = "AVX512"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The sizes."""
+    parser.add_argument("--library", type=Path, action="append", default=[], help="a build")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="a model more")
     parser.add_argument("--alone", action="store_true", help="only the models named by --gguf")
     parser.add_argument("--threads", type=int, default=2)
@@ -61,8 +76,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """Each model in turn: one of 25 M parameters, and the files that were named."""
-    if not installed("xllamacpp"):
-        yield said("llama", "all", "xllamacpp is not installed")
+    libraries = [*wheel(), *asked.library]
+    if not libraries:
+        yield said("llama", "all", "no build of llama.cpp: --library FILE names one")
         return
     if quick:
         asked.rounds, asked.new, asked.prompt = 1, 4, 32
@@ -70,20 +86,43 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="glass-llama-") as place:
         if not asked.alone:
             made = make_model(Path(place), TINY if quick else MEDIUM)
-            yield from beside(f"Qwen2 {'0.3' if quick else '25'} M", load(made), asked)
+            yield from compared(f"Qwen2 {'0.3' if quick else '25'} M", load(made), libraries, asked)
         for file in asked.gguf:
-            yield from beside(file.stem, load(file), asked)
+            yield from compared(file.stem, load(file), libraries, asked)
 
 
-def beside(name: str, adapter: Any, asked: argparse.Namespace) -> Iterator[Row]:
+def wheel() -> list[Path]:
+    """The library in the wheel of xllamacpp, where that is installed."""
+    found = importlib.util.find_spec("xllamacpp")
+    places = found.submodule_search_locations if found is not None else None
+    files = [file for place in places or () for file in Path(place).glob("xllamacpp*.so")]
+    return files[:1]
+
+
+def compared(
+    name: str, adapter: Any, libraries: list[Path], asked: argparse.Namespace
+) -> Iterator[Row]:
     """Every pair and case of one model."""
     model: Model = adapter.model
     for ours, spec, kind in PAIRS:
         if asked.only and ours not in asked.only:
             continue
-        with tempfile.TemporaryDirectory(prefix="glass-llama-") as place:
-            export(adapter, Path(place) / "m.gguf", to="gguf", dtype=kind)
-            theirs = Llama(Path(place) / "m.gguf", asked)
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="glass-llama-"))
+            file = Path(folder) / "m.gguf"
+            export(adapter, file, to="gguf", dtype=kind)
+            theirs: dict[str, Llama] = {}
+            for path in libraries:
+                llama = Llama(path, file, asked)
+                stack.callback(llama.close)
+                label = f"llama.cpp, {widest(llama.built)}"
+                label += f" ({len(theirs) + 1})" if label in theirs else ""
+                theirs[label] = llama
+                yield said("llama", f"{name}, {kind}", f"{label}: {path} has {llama.built}")
+            if has_wide() and not any(WIDE in llama.built for llama in theirs.values()):
+                yield said(
+                    "llama", f"{name}, {kind}", "NO BUILD HERE IS FOR THIS MACHINE'S AVX-512"
+                )
             quantized = model if spec is None else quantize_model(copy.deepcopy(model), spec)
             stepper = Clocked(quantized, asked)
             for case, batch, prompt, new in (
@@ -96,34 +135,60 @@ def beside(name: str, adapter: Any, asked: argparse.Namespace) -> Iterator[Row]:
                 generator = torch.Generator().manual_seed(1)
                 high = model.spec.vocab_size
                 prompts = torch.randint(3, high, (batch, prompt), generator=generator).tolist()
-                sides = {
-                    f"llama.cpp, {kind}": partial(theirs, prompts, new),
-                    f"glassformer, {ours}": partial(stepper, prompts, new),
+                sides: dict[str, Callable[[], float]] = {
+                    label: partial(llama, prompts, new) for label, llama in theirs.items()
                 }
-                title = f"{name}, {asked.threads} threads, {case}, {batch} x ({prompt} + {new})"
-                if asked.clock == "cpu":
-                    title += ", CPU time"
+                sides[OURS] = partial(stepper, prompts, new)
+                title = f"{name}, {ours}, {asked.threads} threads, {case}, {batch} x "
+                title += f"({prompt} + {new}){', CPU time' * (asked.clock == 'cpu')}"
                 is_limited = case == "decode" and spec is None and asked.clock == "wall"
                 if is_limited:
                     sides[LIMIT] = Reading(new * weight_bytes(model))
                 times = taken(sides, asked.rounds)
-                least = times.pop(LIMIT, [])
-                for row in rows(times, bench="llama", case=title, baseline=f"llama.cpp, {kind}"):
-                    if is_limited:
-                        pairs = zip(least, times[str(row["name"])], strict=True)
-                        row["of_limit"] = round(median(read / all_ for read, all_ in pairs), 3)
-                    yield row
+                yield from shown(times, title)
+                if spec is None:
+                    equal = all(llama.tokens == stepper.tokens for llama in theirs.values())
+                    yield said("llama", title, "the same tokens" if equal else "OTHER TOKENS")
+
+
+def widest(built: str) -> str:
+    """Return the widest vectors among the instructions that a library was built with."""
+    return next((each for each in (WIDE, "AVX2", "AVX") if each in built.split()), "no AVX")
+
+
+def has_wide() -> bool:
+    """Does this processor have AVX-512?"""
+    facts = Path("/proc/cpuinfo")
+    return facts.is_file() and "avx512f" in facts.read_text(encoding="utf-8")
 
 
 def taken(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds that each side says it took, side by side in every round."""
+    """Milliseconds that each side says it took, interleaved: every side in every round."""
     for side in sides.values():
         side()
     times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
     for turn in range(rounds):
-        for name in (*sides,)[:: 1 if turn % 2 else -1]:
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            time.sleep(0.05)  # the threads of the side before fall asleep
             times[name].append(sides[name]())
     return times
+
+
+def shown(times: dict[str, list[float]], title: str) -> Iterator[Row]:
+    """A row for each side; its ratio is the median over rounds of our time over its time."""
+    least = times.pop(LIMIT, [])
+    for name, values in times.items():
+        shares = [ours / theirs for ours, theirs in zip(times[OURS], values, strict=True)]
+        pairs = zip(least, values, strict=True) if least else ()
+        yield {
+            "bench": "llama",
+            "case": title,
+            "name": f"{name} ({min(values):.1f} to {max(values):.1f} ms)",
+            "median_ms": round(median(values), 3),
+            "ratio": round(median(shares), 3),
+            "of_limit": round(median(read / all_ for read, all_ in pairs), 3) if least else None,
+        }
 
 
 class Reading:
@@ -148,49 +213,57 @@ class Clocked(NativeStepper):
 
     def __init__(self, model: Model, asked: argparse.Namespace) -> None:
         super().__init__(model)
-        self.processor = asked.clock == "cpu"
+        self.now = time.process_time if asked.clock == "cpu" else time.perf_counter
         self.started = 0.0
+        self.tokens: list[list[int]] = []
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[torch.Tensor, NativePast]:
         found = super().start(prompts, room=room)
-        self.started = time.perf_counter()
+        self.started = self.now()
         return found
 
     def __call__(self, prompts: list[list[int]], new: int) -> float:
-        """Milliseconds of decoding so many tokens; of one, of reading the prompt."""
-        begin, worked = time.perf_counter(), time.process_time()
-        generate_batch(self, prompts, spec=DecodeSpec(max_new_tokens=new), logprobs=False)
-        if self.processor:
-            return 1e3 * (time.process_time() - worked)
-        return 1e3 * (self.started - begin if new == 1 else time.perf_counter() - self.started)
+        """Milliseconds of choosing so many tokens; where it is one, of reading the prompt."""
+        begin = self.now()
+        spec = DecodeSpec(max_new_tokens=new)
+        made = generate_batch(self, prompts, spec=spec, logprobs=False)
+        end = self.now()
+        self.tokens = [list(each.tokens) for each in made]
+        return 1e3 * (self.started - begin if new == 1 else end - self.started)
 
 
 class Llama:
-    """A file opened by llama.cpp, in this process."""
+    """A build of llama.cpp with a file open, in a process of its own."""
 
-    def __init__(self, file: Path, asked: argparse.Namespace) -> None:
-        import xllamacpp
+    def __init__(self, library: Path, file: Path, asked: argparse.Namespace) -> None:
+        command = [sys.executable, PEER, library.resolve(), file, asked.threads]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.clock = asked.clock
+        self.tokens: list[list[int]] = []
+        self.built = " ".join(self._line()["built"])
 
-        params = xllamacpp.CommonParams()
-        params.model.path = str(file)
-        params.n_parallel, params.n_ctx = 8, 8 * 1024
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked.threads
-        params.warmup, params.verbosity, params.port = True, 0, 0
-        self.server = xllamacpp.Server(params)
-        self.processor = asked.clock == "cpu"
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("llama.cpp's process ended; what it printed is above")
+        found: dict[str, Any] = json.loads(line)
+        return found
 
     def __call__(self, prompts: list[list[int]], new: int) -> float:
-        """Milliseconds of decoding so many tokens; of one, of reading the prompt."""
-        begin = time.process_time()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            made = list(pool.map(lambda prompt: self.one(prompt, new), prompts))
-        if self.processor:
-            return 1e3 * (time.process_time() - begin)
-        return max(
-            answer["timings"]["prompt_ms" if new == 1 else "predicted_ms"] for answer in made
-        )
+        """Milliseconds of choosing so many tokens; where it is one, of reading the prompt."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+        self.process.stdin.flush()
+        answer = self._line()
+        self.tokens = answer["tokens"]
+        return 1e3 * float(answer[self.clock][0 if new == 1 else 1])
 
-    def one(self, prompt: list[int], new: int) -> Any:
-        """One answer, of exactly so many tokens."""
-        asked = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-        return self.server.handle_completions({**asked, "cache_prompt": False})
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()

@@ -1,9 +1,10 @@
-"""`glass serve` under load, over real sockets, beside llama.cpp's server on the same file.
+"""`glass serve` under load, over real sockets, compared with llama.cpp's servers on the same file.
 
 Rows: tokens a second of many clients over one at a time, and the time to the first token; the same
-load on llama.cpp's server (`xllamacpp`, where installed); answers with the same seed alone and in
-company; bad requests; clients that vanish, read slowly or say nothing; memory after many short
-requests. `--gguf` takes a file instead of the 25 M model that is made here; `--part` runs some.
+load on llama.cpp's servers (the wheel's, where `xllamacpp` is installed, and one built for this
+machine, which `--llama-server` names); answers with the same seed alone and batched; bad requests;
+clients that vanish, read slowly or say nothing; memory after many short requests. `--gguf` takes a
+file instead of the 25 M model that is made here; `--part` runs some.
 `--device cuda` serves a model of Qwen2.5-0.5B's shape in bfloat16 to 256 clients (`--clients`,
 `--new`, `--temperature`) in four processes, and prints their tokens a second.
 """
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,8 @@ SHAPES = {"0.5B": HALF_BILLION, "25M": MEDIUM, "tiny": TINY}
 PROCESSES = 4
 #: Crowds of idle connections, one after another: the first ones warm up.
 CROWDS = 8
+#: Tokens of context that each client of llama.cpp's servers has.
+LLAMA_CONTEXT = 256
 #: Short requests that one connection carries.
 ON_ONE_CONNECTION = 100
 PARTS = ("throughput", "company", "bad", "leaving", "short")
@@ -67,6 +71,7 @@ params.n_parallel, params.n_ctx = int(sys.argv[2]), int(sys.argv[2]) * int(sys.a
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[4])
 params.n_threads_http, params.warmup, params.port = 8, True, 0
 params.verbosity = 0
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 time.sleep(100_000)
@@ -77,6 +82,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The sizes."""
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--gguf", type=Path, help="serve this file instead of a 25 M model")
+    parser.add_argument("--llama-server", type=Path, help="llama-server, built for this machine")
     parser.add_argument("--shape", choices=SHAPES, help="the model; --device: 0.5B, else 25M")
     parser.add_argument("--clients", type=int, help="32; 256 with --device")
     parser.add_argument("--new", type=int, help="new tokens of an answer: 64; 512 with --device")
@@ -226,7 +232,7 @@ asyncio.run(main(*map(int, sys.argv[1:])))
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, process: "subprocess.Popen[str]", address: str, model: str) -> None:
+    def __init__(self, process: "subprocess.Popen[Any]", address: str, model: str) -> None:
         self.process, self.model = process, model
         self.port = int(address.rstrip("/").removesuffix("/v1").rpartition(":")[2])
 
@@ -276,12 +282,44 @@ def glass_server(file: Path, asked: argparse.Namespace) -> Iterator[Server]:
         yield server
 
 
-def llama_server(file: Path, asked: argparse.Namespace) -> Any:
-    """llama.cpp's."""
-    sizes = [str(asked.clients), "256", str(asked.threads)]
-    return _started(
-        [sys.executable, "-c", LLAMA, str(file), *sizes], "m", stderr=subprocess.DEVNULL
-    )
+@contextlib.contextmanager
+def llama_servers(file: Path, asked: argparse.Namespace) -> Iterator[dict[str, Server]]:
+    """llama.cpp's: of the wheel, where it is installed, and the one that was named."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Server] = {}
+        if installed("xllamacpp"):
+            sizes = [str(asked.clients), str(LLAMA_CONTEXT), str(asked.threads)]
+            command = [sys.executable, "-c", LLAMA, str(file), *sizes]
+            started = _started(command, "m", stderr=subprocess.DEVNULL)
+            found["llama.cpp's wheel"] = stack.enter_context(started)
+        if asked.llama_server:
+            found["llama.cpp, built here"] = stack.enter_context(_named_server(file, asked))
+        yield found
+
+
+@contextlib.contextmanager
+def _named_server(file: Path, asked: argparse.Namespace) -> Iterator[Server]:
+    """A `llama-server` with as many slots as clients, and flash attention on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slots, threads = asked.clients, str(asked.threads)
+    command = [str(asked.llama_server), "-m", str(file), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-np", str(slots), "-c", str(slots * LLAMA_CONTEXT), "-t", threads, "-tb", threads]
+    command += ["-fa", "on", "--log-disable"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise SystemExit(f"{asked.llama_server} ended with {process.returncode}")
+            with contextlib.suppress(OSError):
+                if asyncio.run(post(port, b"", path="/health", method="GET"))[0] == 200:
+                    break
+            time.sleep(0.1)
+        yield Server(process, f"http://127.0.0.1:{port}", "m")
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 # --- a client -------------------------------------------------------------------------------------
@@ -348,10 +386,9 @@ def prompt(number: int, *, words: int = 24) -> str:
 
 
 def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterator[Row]:
-    """Tokens a second of many clients and of one at a time, ours and llama.cpp's, in turn."""
-    peer: Any = llama_server(file, asked) if installed("xllamacpp") else contextlib.nullcontext()
-    with peer as theirs:
-        sides = {"glass serve": server} | ({"llama.cpp": theirs} if theirs is not None else {})
+    """Tokens a second of many clients and of one at a time, interleaved with llama.cpp's."""
+    with llama_servers(file, asked) as peers:
+        sides = {"glass serve": server} | peers
         rates: dict[tuple[str, int], list[float]] = {}
         work: dict[tuple[str, int], list[float]] = {}
         firsts: dict[str, list[float]] = {name: [] for name in sides}
@@ -386,27 +423,14 @@ def throughput(server: Server, file: Path, asked: argparse.Namespace) -> Iterato
                 f"first token p50 {statistics.median(late):.2f} s, p99 {p99:.2f} s; "
                 f"{cheap[crowd]:.2f} ms of CPU a token, one {cheap[1] / cheap[crowd]:.2f} x that",
             )
-        if theirs is not None:
+        for peer in peers:
             for n in (1, asked.clients):
-                shares = [
-                    ours / other
-                    for ours, other in zip(
-                        rates["glass serve", n], rates["llama.cpp", n], strict=True
-                    )
-                ]
-                share = statistics.median(shares)
-                less = [
-                    other / ours
-                    for ours, other in zip(
-                        work["glass serve", n], work["llama.cpp", n], strict=True
-                    )
-                ]
-                yield said(
-                    "serve",
-                    case,
-                    f"{n} clients: {share:.2f} x llama.cpp's tokens/s, "
-                    f"{statistics.median(less):.2f} x its tokens a CPU second",
-                )
+                pairs = zip(rates["glass serve", n], rates[peer, n], strict=True)
+                share = statistics.median(ours / other for ours, other in pairs)
+                pairs = zip(work["glass serve", n], work[peer, n], strict=True)
+                less = statistics.median(other / ours for ours, other in pairs)
+                words = f"{n} clients: {share:.2f} x the tokens/s of {peer}, "
+                yield said("serve", case, f"{words}{less:.2f} x its tokens a CPU second")
 
 
 def device_throughput(asked: argparse.Namespace) -> Iterator[Row]:
