@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glassformer.byhand.attention import attend_backward
 from glassformer.byhand.gradient_check import numerical_gradient, relative_error
 from glassformer.byhand.layers import (
     CrossEntropyLoss,
@@ -19,10 +18,10 @@ from glassformer.byhand.layers import (
     Softmax,
     Transformer,
     TransformerBlock,
+    attend_backward,
     scaled_dot_product_attention,
 )
 from glassformer.byhand.optim import SGD, Adam
-from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import digits
 
@@ -84,9 +83,7 @@ def test_attention_function() -> None:
     assert out.shape == (B, 3, T, 4)
     np.testing.assert_allclose(weights.sum(-1), 1)
     np.testing.assert_allclose(out, weights @ v)
-    grads = attend_backward(
-        np.ones_like(out), cache, pass_context=PassContext(Workspace(np.float64))
-    )
+    grads = attend_backward(np.ones_like(out), cache)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -103,6 +100,140 @@ def test_attention_without_heads_is_attention_with_one() -> None:
     np.testing.assert_array_equal(out, batched[0])
     with pytest.raises(InputError, match=r"q, k, v have shapes \(5, 4\)"):
         scaled_dot_product_attention(q[0], k[0], v[0])
+
+
+@pytest.mark.parametrize("heads", [(), (3,)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_of_attention_alone(heads: tuple[int, ...], masked: bool) -> None:
+    """With values of another width, and another length, than the queries."""
+    shapes = ((B, *heads, T, 4), (B, *heads, T + 2, 4), (B, *heads, T + 2, 7))
+    q, k, v = (np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate(shapes))
+    mask = None
+    if masked:
+        mask = np.random.default_rng(5).random((B, T, T + 2)) < 0.5
+        mask[0, 0] = False  # a query that may attend to nothing
+    out, weights, cache = scaled_dot_product_attention(q, k, v, mask=mask)
+    np.testing.assert_allclose(out, weights @ v, atol=1e-12)
+    dout = np.random.default_rng(4).standard_normal(out.shape)
+    grads = attend_backward(dout, cache)
+    again = attend_backward(dout, cache)
+    for array, analytic, same in zip((q, k, v), grads, again, strict=True):
+        assert analytic.shape == array.shape
+        np.testing.assert_array_equal(analytic, same)
+        numeric = numerical_gradient(
+            lambda: float(np.vdot(scaled_dot_product_attention(q, k, v, mask=mask)[0], dout)),
+            array.reshape(-1)[::7],
+        )
+        assert relative_error(analytic.reshape(-1)[::7], numeric, floor=0.05) <= 1e-6
+    with pytest.raises(InputError, match="the gradient has shape"):
+        attend_backward(dout[..., :-1], cache)
+
+
+#: What a part must not accept: each would be another answer, without a word.
+MISUSE: dict[str, Any] = {
+    "heads of attention": lambda: MultiHeadAttention(10, 3),
+    "heads of a block": lambda: TransformerBlock(10, 3, 7),
+    "no heads": lambda: MultiHeadAttention(10, 0),
+    "grouped heads": lambda: MultiHeadAttention(12, 4, n_kv_heads=3),
+    "an id beyond": lambda: Embedding(13, 4).forward(np.array([[13]])),
+    "an id below": lambda: Embedding(13, 4).forward(np.array([[3, -1]])),
+    "a list of ids": lambda: Embedding(13, 4).forward([[13]]),  # type: ignore[arg-type]
+    "ids of floats": lambda: Embedding(13, 4).forward(np.array([[1.0]])),
+    "width of a linear": lambda: Linear(4, 3).forward(X),
+    "width of a norm": lambda: LayerNorm(1).forward(X),
+    "a norm of one": lambda: LayerNorm(D).forward(X[..., :1]),
+    "width of attention": lambda: MultiHeadAttention(8, 2).forward(X),
+    "width of a feed-forward": lambda: FeedForward(8, 2).forward(X),
+    "width of a block": lambda: TransformerBlock(8, 2, 3).forward(X),
+    "width of positions": lambda: PositionalEncoding(8).forward(X[..., :1]),
+    "two axes": lambda: MultiHeadAttention(D, 2).forward(X[0]),
+    "a context of another batch": lambda: MultiHeadAttention(D, 2).forward(X, context_BSD=X[:1]),
+    "no numbers": lambda: Linear(4, 3).forward(np.array(["a"])),
+    "no size": lambda: Linear(0, 3),
+    "a gradient of another shape": lambda: forwarded(Linear(D, 3)).backward(X[..., :1]),
+    "a gradient for one row": lambda: forwarded(LayerNorm(D)).backward(X[:1]),
+    "a gradient of a block": lambda: forwarded(TransformerBlock(D, 3, F)).backward(X[:, :1]),
+    "d_k": lambda: scaled_dot_product_attention(X, X[..., :3], X),
+    "length of v": lambda: scaled_dot_product_attention(X, X, X[:, :3]),
+    "batch of k": lambda: scaled_dot_product_attention(X, X[:1], X[:1]),
+    "heads of k": lambda: scaled_dot_product_attention(
+        np.ones((B, 3, T, 4)), np.ones((B, 2, T, 4)), np.ones((B, 2, T, 4))
+    ),
+    "a gradient of a model": lambda: answered().backward(np.ones((2, V - 1))),
+    "a gradient for one sequence": lambda: answered().backward(np.ones((1, V))),
+    "targets of floats": lambda: CrossEntropyLoss().forward(np.ones((2, 4)), np.array([1.0, 2.0])),
+    "nothing to train": lambda: Adam(ReLU(), lr=0.1),
+    "a mask of numbers": lambda: MultiHeadAttention(D, 3).forward(X, mask=np.zeros((T, T))),
+}
+
+
+def forwarded(layer: Any) -> Any:
+    layer.forward(X)
+    return layer
+
+
+def answered() -> Transformer:
+    model = Transformer(V, D, 3, F, 1)
+    model.forward(np.zeros((2, 4), int))
+    return model
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_a_part_raises_what_the_model_would(name: str) -> None:
+    with pytest.raises(InputError):
+        MISUSE[name]()
+
+
+def test_an_id_that_is_refused_leaves_no_gradient() -> None:
+    layer = Embedding(V, D, rng=rng())
+    with pytest.raises(InputError, match=r"token id 19 is outside the vocabulary of 19"):
+        layer.forward(np.array([[1, V]]))
+    with pytest.raises(InputError, match="call forward first"):
+        layer.backward(np.ones((1, 2, D)))
+    assert not layer.grads["weight"].any()
+
+
+SQUARE = X[:, :B]  # batch = length, where padding has the shape of an order
+MASKED: dict[str, Any] = {
+    "function": lambda mask: scaled_dot_product_attention(SQUARE, SQUARE, SQUARE, mask=mask)[0],
+    "MultiHeadAttention": lambda mask: MultiHeadAttention(D, 3, rng=rng()).forward(
+        SQUARE, mask=mask
+    ),
+    "TransformerBlock": lambda mask: TransformerBlock(D, 3, F, rng=rng()).forward(
+        SQUARE, mask=mask
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_is_not_read_as_an_order(name: str) -> None:
+    call, valid = MASKED[name], np.arange(B) < np.array([3, 2, 1])[:, None]
+    with pytest.raises(InputError, match=r"ambiguous(.|\n)*mask\[:, None\]"):
+        call(valid)
+    expected = call(np.broadcast_to(valid[:, None], (B, B, B)))
+    np.testing.assert_array_equal(call(valid[:, None]), expected)
+    np.testing.assert_array_equal(call(valid[:, None, None]), expected)
+    for bad in (valid[:2, None], valid[0], valid[:, None, None, None]):
+        with pytest.raises(InputError, match="does not fit"):
+            call(bad)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if LAYERS[name]().params])
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_an_optimizer_takes_any_layer_before_its_first_backward(name: str, kind: Any) -> None:
+    layer = LAYERS[name]()
+    optimizer, start = kind(layer, lr=0.01), {n: p.copy() for n, p in layer.params.items()}
+    arrays = {n: id(grad) for n, grad in layer.grads.items()}
+    for _ in range(3):
+        before = {n: p.copy() for n, p in layer.params.items()}
+        layer.backward(layer.forward(X) - 1.0)
+        grads = {n: grad.copy() for n, grad in layer.grads.items()}
+        optimizer.step()
+        if kind is SGD:
+            for n, param in layer.params.items():
+                np.testing.assert_allclose(param, before[n] - 0.01 * grads[n])
+    assert arrays == {n: id(grad) for n, grad in layer.grads.items()}
+    assert all((start[n] != param).any() for n, param in layer.params.items())
 
 
 def test_mask_of_multi_head_attention() -> None:

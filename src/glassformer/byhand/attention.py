@@ -154,7 +154,7 @@ def attend_forward(
     pass_context.tap(f"{at}weights", weights)
     keep = pass_context.keep(weights.shape, dropout)
     used = weights if keep is None else np.multiply(weights, keep, out=ws.take(weights.shape))
-    heads_BTNH = ws.take((B, T, N, H))
+    heads_BTNH = ws.take((B, T, N, v_BKSH.shape[-1]))
     _unfold_product(used.reshape(B, K, M, S), v_BKSH, heads_BTNH.transpose(0, 2, 1, 3), ws)
     pass_context.tap(f"{at}heads", heads_BTNH.transpose(0, 2, 1, 3))
     sunk = sinks_N is not None

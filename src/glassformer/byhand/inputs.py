@@ -88,13 +88,7 @@ def check_side(
             hint="shorten the sequence, or build the model with a larger max_seq_len",
         )
     vocab = model.source_vocab if name == "source" else model.vocab_size
-    if tokens_BT.min() < 0 or tokens_BT.max() >= vocab:
-        row, column = np.argwhere((tokens_BT < 0) | (tokens_BT >= vocab))[0]
-        raise InputError(
-            f"token id {tokens_BT[row, column]} is outside the vocabulary of {vocab}",
-            where=f"{name}[{row}, {column}]",
-            hint=f"ids run from 0 to {vocab - 1}",
-        )
+    check_ids(tokens_BT, vocab, name=name)
     if valid_BT is not None:
         valid_BT = np.asarray(valid_BT)
         _check_shape(f"the mask of {name}", valid_BT, tokens_BT)
@@ -107,6 +101,24 @@ def check_side(
         segments_BT = np.asarray(segments_BT)
         _check_shape(f"segments of {name}", segments_BT, tokens_BT)
     return Side(tokens_BT, valid_BT, segments_BT)
+
+
+def check_ids(tokens_BT: Array, vocab: int, *, name: str = "tokens") -> Array:
+    """Return ids as an array, each in the table; the lookup itself checks nothing."""
+    tokens_BT = np.asarray(tokens_BT)
+    if not np.issubdtype(tokens_BT.dtype, np.integer):
+        raise InputError(
+            f"{name} has shape {tokens_BT.shape} and dtype {tokens_BT.dtype}",
+            hint="whole numbers of shape (batch, length)",
+        )
+    if tokens_BT.size and (tokens_BT.min() < 0 or tokens_BT.max() >= vocab):
+        at = tuple(int(i) for i in np.argwhere((tokens_BT < 0) | (tokens_BT >= vocab))[0])
+        raise InputError(
+            f"token id {tokens_BT[at]} is outside the vocabulary of {vocab}",
+            where=f"{name}[{', '.join(map(str, at))}]",
+            hint=f"ids run from 0 to {vocab - 1}",
+        )
+    return tokens_BT
 
 
 def _checked_types(types_BT: Array, tokens_BT: Array, model: spec.ModelSpec) -> Array:

@@ -8,7 +8,7 @@ The larger ones: attention, feed-forward, block, complete model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from glassformer.byhand.attention import (
     softmax_backward,
     softmax_forward,
 )
+from glassformer.byhand.attention import attend_backward as heads_backward
 from glassformer.byhand.block import BlockArrays, BlockCache, Setting, block_backward, block_forward
 from glassformer.byhand.embedding import (
     embedding_backward,
@@ -30,6 +31,7 @@ from glassformer.byhand.embedding import (
     sinusoids,
 )
 from glassformer.byhand.ffn import FeedCache, feed_backward, feed_forward
+from glassformer.byhand.inputs import check_ids
 from glassformer.byhand.linear import LinearCache, linear_backward, linear_forward
 from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
 from glassformer.byhand.model import Model, Tape
@@ -38,6 +40,8 @@ from glassformer.byhand.optim import Slot, slots_of
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.storage import fill, under
 from glassformer.spec import model as spec
+from glassformer.spec.attention_shapes import check_heads, check_mask_shape
+from glassformer.spec.checks import divides, size
 from glassformer.spec.errors import InputError
 from glassformer.spec.init import HeInit
 from glassformer.spec.manifest import (
@@ -63,20 +67,58 @@ def draw(parameters: Sequence[Parameter], *, rng: np.random.Generator | None) ->
     return arrays
 
 
+def numbers(name: str, x: Array, *, width: int | None = None, axes: int | None = None) -> Array:
+    """Return x as an array of floats, `width` wide and of so many axes; refuse any other."""
+    try:
+        x = np.asarray(x)
+    except ValueError as error:
+        raise InputError(f"{name} is no array: {error}", hint="rows of one length") from error
+    fits = x.ndim > 0 and (axes is None or x.ndim == axes) and width in (None, x.shape[-1])
+    if not fits or not (np.issubdtype(x.dtype, np.floating) or np.issubdtype(x.dtype, np.integer)):
+        form = "(batch, length, {})" if axes == 3 else "(..., {})"
+        raise InputError(
+            f"{name} has shape {x.shape} and dtype {x.dtype}",
+            hint=f"numbers of shape {form.format('width' if width is None else width)}",
+        )
+    return x if np.issubdtype(x.dtype, np.floating) else x.astype(np.float64)
+
+
+def same_shape(dout: Array, shape: tuple[int, ...]) -> Array:
+    """Return the gradient of an output of this shape, checked."""
+    dout = numbers("the gradient", dout)
+    if dout.shape != shape:
+        raise InputError(f"the gradient has shape {dout.shape}", hint=f"the output's: {shape}")
+    return dout
+
+
 class Layer:
     """Parameters and gradients by name; `slots` are for an optimizer."""
 
-    def __init__(self) -> None:
-        self.params: dict[str, Array] = {}
-        self.grads: dict[str, Array] = {}
+    def __init__(self, params: Mapping[str, Array] | None = None) -> None:
+        self.params = {} if params is None else dict(params)
+        self.grads = {name: np.zeros_like(array) for name, array in self.params.items()}
+        self._out_shape: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in self.params.items())
         return f"<{type(self).__name__}: {shapes or 'no parameters'}>"
 
     def slots(self) -> list[Slot]:
-        """Return slots for `Adam(layer.slots())`, after the first backward; only matrices decay."""
+        """Return slots for an optimizer, `Adam(layer)`; only matrices decay."""
         return [Slot(p, self.grads[name], p.ndim == 2) for name, p in self.params.items()]
+
+    def _out(self, out: Array) -> Array:
+        self._out_shape = out.shape
+        return out
+
+    def _dout(self, dout: Array) -> Array:
+        """Return the gradient of the last output, checked."""
+        return same_shape(dout, remembered(self._out_shape))
+
+    def _fill(self, made: Mapping[str, Array]) -> None:
+        """Copy gradients into the arrays that an optimizer may hold."""
+        for name, grad in made.items():
+            self.grads[name][...] = grad
 
 
 class Linear(Layer):
@@ -91,25 +133,26 @@ class Linear(Layer):
         he: bool = False,
         rng: np.random.Generator | None = None,
     ) -> None:
-        super().__init__()
+        size("d_in", d_in)
+        size("d_out", d_out)
         rules = linear_parameters(
             "", (d_out, d_in), role="ffn", init=HeInit(), bias=bias, feeds_relu=he
         )
-        self.params = draw(tuple(rules), rng=rng)
-        self.grads = {name: np.zeros_like(array) for name, array in self.params.items()}
+        super().__init__(draw(tuple(rules), rng=rng))
         self._cache: LinearCache | None = None
 
     def forward(self, x: Array) -> Array:
+        weight_OI = self.params["weight"]
         out, self._cache = linear_forward(
-            x, weight_OI=self.params["weight"], bias_O=self.params.get("bias")
+            numbers("x", x, width=weight_OI.shape[1]),
+            weight_OI=weight_OI,
+            bias_O=self.params.get("bias"),
         )
-        return out
+        return self._out(out)
 
     def backward(self, dout: Array) -> Array:
-        dx, dweight, dbias = linear_backward(dout, remembered(self._cache))
-        self.grads["weight"][...] = dweight
-        if "bias" in self.grads:
-            self.grads["bias"][...] = dbias
+        dx, dweight, dbias = linear_backward(self._dout(dout), remembered(self._cache))
+        self._fill({"weight": dweight, **({"bias": dbias} if "bias" in self.grads else {})})
         return dx
 
 
@@ -119,17 +162,20 @@ class Embedding(Layer):
     def __init__(
         self, vocab_size: int, d_model: int, *, rng: np.random.Generator | None = None
     ) -> None:
-        super().__init__()
+        size("vocab_size", vocab_size)
+        size("d_model", d_model)
         rng = np.random.default_rng() if rng is None else rng
-        self.params = {"weight": rng.normal(0.0, d_model**-0.5, (vocab_size, d_model))}
-        self.grads = {"weight": np.zeros((vocab_size, d_model))}
+        super().__init__({"weight": rng.normal(0.0, d_model**-0.5, (vocab_size, d_model))})
         self._cache: tuple[Array, float] | None = None
 
     def forward(self, tokens_BT: Array) -> Array:
-        out, self._cache = embedding_forward(tokens_BT, table_VD=self.params["weight"])
-        return out
+        table_VD = self.params["weight"]
+        tokens_BT = check_ids(tokens_BT, len(table_VD))
+        out, self._cache = embedding_forward(tokens_BT, table_VD=table_VD)
+        return self._out(out)
 
     def backward(self, dout_BTD: Array) -> None:
+        dout_BTD = self._dout(dout_BTD)
         self.grads["weight"].fill(0.0)
         embedding_backward(dout_BTD, remembered(self._cache), dtable_VD=self.grads["weight"])
 
@@ -139,15 +185,18 @@ class PositionalEncoding(Layer):
 
     def __init__(self, d_model: int, *, max_seq_len: int = 512) -> None:
         super().__init__()
+        size("d_model", d_model)
+        size("max_seq_len", max_seq_len)
         self.table_SD = sinusoids(max_seq_len, d_model=d_model)
 
     def forward(self, x_BTD: Array) -> Array:
+        x_BTD = numbers("x", x_BTD, width=self.table_SD.shape[1], axes=3)
         if x_BTD.shape[1] > len(self.table_SD):
             raise InputError(
                 f"length {x_BTD.shape[1]} exceeds max_seq_len {len(self.table_SD)}",
                 hint="PositionalEncoding(d_model, max_seq_len=...)",
             )
-        return x_BTD + self.table_SD[: x_BTD.shape[1]]
+        return self._out(x_BTD + self.table_SD[: x_BTD.shape[1]])
 
     def backward(self, dout_BTD: Array) -> Array:
         return sinusoidal_backward(dout_BTD)
@@ -157,10 +206,9 @@ class LayerNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias."""
 
     def __init__(self, width: int, *, eps: float = 1e-5) -> None:
-        super().__init__()
+        size("width", width)
+        super().__init__({"weight": np.ones(width), "bias": np.zeros(width)})
         self.eps = eps
-        self.params = {"weight": np.ones(width), "bias": np.zeros(width)}
-        self.grads = {"weight": np.zeros(width), "bias": np.zeros(width)}
         self._cache: NormCache | None = None
 
     @property
@@ -175,37 +223,43 @@ class LayerNorm(Layer):
 
     def forward(self, x: Array) -> Array:
         out, self._cache = layer_norm_forward(
-            x, weight_D=self.params["weight"], bias_D=self.params["bias"], eps=self.eps
+            numbers("x", x, width=len(self.gamma)),
+            weight_D=self.gamma,
+            bias_D=self.beta,
+            eps=self.eps,
         )
-        return out
+        return self._out(out)
 
     def backward(self, dout: Array) -> Array:
-        dweight, dbias = self.grads["weight"], self.grads["bias"]
-        return layer_norm_backward(dout, remembered(self._cache), dweight_D=dweight, dbias_D=dbias)[
-            0
-        ]
+        dx, _, _ = layer_norm_backward(
+            self._dout(dout),
+            remembered(self._cache),
+            dweight_D=self.grads["weight"],
+            dbias_D=self.grads["bias"],
+        )
+        return dx
 
 
 class ReLU(Layer):
     """max(x, 0)."""
 
     def forward(self, x: Array) -> Array:
-        out, self._cache = relu_forward(x)
-        return out
+        out, self._cache = relu_forward(numbers("x", x))
+        return self._out(out)
 
     def backward(self, dout: Array) -> Array:
-        return relu_backward(dout, self._cache)
+        return relu_backward(self._dout(dout), self._cache)
 
 
 class Softmax(Layer):
     """exp(x) / sum exp(x) over the last axis; backward is the product with its Jacobian."""
 
     def forward(self, x: Array) -> Array:
-        out, self._cache = softmax_forward(x)
-        return out
+        out, self._cache = softmax_forward(numbers("x", x))
+        return self._out(out)
 
     def backward(self, dout: Array) -> Array:
-        return softmax_backward(dout, self._cache)
+        return softmax_backward(self._dout(dout), self._cache)
 
 
 def scaled_dot_product_attention(
@@ -213,30 +267,45 @@ def scaled_dot_product_attention(
 ) -> tuple[Array, Array, AttendCache]:
     """Output, weights, and the cache for `attend_backward`.
 
-    q, k, v: (batch, seq, d_k), or with heads (batch, N, seq, d_k); the output has the same form,
-    the weights (batch, seq, seq) or (batch, N, seq, seq). mask: True = may attend, (T, S),
-    (B, T, S) or (B, N, T, S); a row without any gives zeros.
+    q, k, v: (batch, seq, d_k), or with heads (batch, N, seq, d_k), and v may be d_v wide; the
+    output has the same form, the weights (batch, seq, seq) or (batch, N, seq, seq). mask: True =
+    may attend, (T, S), (B, T, S) or (B, N, T, S), where 1 stands for all; a row without any gives
+    zeros. Padding (B, S) is `mask[:, None]`.
     """
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise InputError(
-            f"q, k, v have shapes {q.shape}, {k.shape}, {v.shape}",
-            hint="(batch, seq, d_k), or (batch, heads, seq, d_k), for all three",
-        )
-    one_head = q.ndim == 3
+    q, k, v = numbers("q", q), numbers("k", k), numbers("v", v)
+    check_heads(q.shape, k.shape, v.shape)
+    one_head, dtype = q.ndim == 3, np.result_type(q, k, v)
+    q, k, v = (x.astype(dtype, copy=False) for x in (q, k, v))
     if one_head:
         q, k, v = q[:, None], k[:, None], v[:, None]
-    allow = permission(mask)
     heads_BTNH, cache = attend_forward(
         q,
         k_BKSH=k,
         v_BKSH=v,
-        pass_context=PassContext(Workspace(q.dtype)),
-        allow=None if allow is None else allow.astype(q.dtype),
+        pass_context=PassContext(Workspace(dtype)),
+        allow=permission(mask, (*q.shape[:3], k.shape[2]), dtype),
     )
     out_BNTH, weights_BNTS = heads_BTNH.transpose(0, 2, 1, 3), cache.weights_BNTS
     if one_head:
         return out_BNTH[:, 0], weights_BNTS[:, 0], cache
     return out_BNTH, weights_BNTS, cache
+
+
+def attend_backward(dout: Array, cache: AttendCache) -> tuple[Array, Array, Array]:
+    """dq, dk, dv of `scaled_dot_product_attention`, from the gradient of its output."""
+    dout, (B, N, T, _) = numbers("the gradient", dout), cache.weights_BNTS.shape
+    one_head, width = dout.ndim == 3 and N == 1, cache.v_BKSH.shape[-1]
+    if dout.shape not in ((B, N, T, width), *(((B, T, width),) if N == 1 else ())):
+        raise InputError(
+            f"the gradient has shape {dout.shape}", hint=f"the output's: {(B, N, T, width)}"
+        )
+    found = heads_backward(
+        dout[:, None] if one_head else dout,
+        cache,
+        pass_context=PassContext(Workspace(cache.weights_BNTS.dtype)),
+    )
+    dq, dk, dv = (x[:, 0] if one_head else x for x in found)
+    return dq, dk, dv
 
 
 class CrossEntropyLoss:
@@ -248,6 +317,9 @@ class CrossEntropyLoss:
         self._shape: tuple[int, ...] = ()
 
     def forward(self, logits: Array, targets: Array, *, weights: Array | None = None) -> float:
+        logits, targets = numbers("logits", logits), np.asarray(targets)
+        if not np.issubdtype(targets.dtype, np.integer):
+            raise InputError(f"targets have dtype {targets.dtype}", hint="whole numbers: classes")
         loss, self._cache = cross_entropy_forward(
             logits, targets=targets, weights=weights, label_smoothing=self.label_smoothing
         )
@@ -271,12 +343,19 @@ def remembered(cache: T | None) -> T:
 # B batch, T query length, S key length, D d_model, V vocab
 
 
-def permission(mask: Array | None) -> Array | None:
-    """A mask (T, S), (B, T, S) or (B, N, T, S), True = may attend, in the form of the functions."""
+def permission(
+    mask: Array | None, shape: tuple[int, int, int, int], dtype: "np.dtype[Any]"
+) -> Array | None:
+    """A mask, True = may attend, in the form of the functions; the scores are (B, N, T, S)."""
     if mask is None:
         return None
-    allow = np.asarray(mask, np.float64)
-    return allow[:, None] if allow.ndim == 3 else allow
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise InputError(f"a mask of dtype {mask.dtype}", hint="bool, True = may attend")
+    B, N, T, S = shape
+    full = check_mask_shape(mask.shape, batch=B, heads=N, queries=T, keys=S)
+    allowed = np.broadcast_to(mask.reshape(full), (*full[:2], T, S))
+    return np.ascontiguousarray(allowed, dtype)
 
 
 class MultiHeadAttention(Layer):
@@ -290,12 +369,13 @@ class MultiHeadAttention(Layer):
         n_kv_heads: int | None = None,
         rng: np.random.Generator | None = None,
     ) -> None:
-        super().__init__()
+        divides("d_model", d_model, "n_heads", n_heads)
         self.attention = spec.Attention(
             n_heads=n_heads, n_kv_heads=n_kv_heads, bias="all", causal=False
         )
         rules = attention_parameters(self.attention, "", d_model, init=HeInit())
-        self.params = draw(tuple(rules), rng=rng)
+        super().__init__(draw(tuple(rules), rng=rng))
+        self.d_model = d_model
         self.weights_BNTS: Array | None = None
         self._cache: HeadsCache | None = None
         self._trip = PassContext(Workspace(np.float64))
@@ -303,6 +383,16 @@ class MultiHeadAttention(Layer):
     def forward(
         self, x_BTD: Array, *, mask: Array | None = None, context_BSD: Array | None = None
     ) -> Array:
+        x_BTD = numbers("x", x_BTD, width=self.d_model, axes=3)
+        keys = x_BTD.shape[1]
+        if context_BSD is not None:
+            context_BSD = numbers("the context", context_BSD, width=self.d_model, axes=3)
+            keys = context_BSD.shape[1]
+            if len(context_BSD) != len(x_BTD):
+                raise InputError(
+                    f"the context has a batch of {len(context_BSD)}, x of {len(x_BTD)}"
+                )
+        scores = (*x_BTD.shape[:2], keys)
         self._trip = PassContext(Workspace(x_BTD.dtype))
         out_BTD, self._cache = multi_head_forward(
             x_BTD,
@@ -310,38 +400,47 @@ class MultiHeadAttention(Layer):
             params=self.params,
             pass_context=self._trip,
             context_BSD=context_BSD,
-            allow=permission(mask),
+            allow=permission(mask, (scores[0], self.attention.n_heads, *scores[1:]), x_BTD.dtype),
         )
         self.weights_BNTS = self._cache.attend.weights_BNTS
-        return out_BTD
+        return self._out(out_BTD)
 
     def backward(self, dout_BTD: Array) -> tuple[Array, Array | None]:
         """dx, and dcontext if there was one."""
-        cache = remembered(self._cache)
-        return multi_head_backward(dout_BTD, cache, grads=self.grads, pass_context=self._trip)
+        made: dict[str, Array] = {}
+        found = multi_head_backward(
+            self._dout(dout_BTD), remembered(self._cache), grads=made, pass_context=self._trip
+        )
+        self._fill(made)
+        return found
 
 
 class FeedForward(Layer):
     """Linear, ReLU, Linear."""
 
     def __init__(self, d_model: int, d_ff: int, *, rng: np.random.Generator | None = None) -> None:
-        super().__init__()
-        self.ffn = spec.MLP(d_ff=d_ff, activation="relu")
-        self.params = draw(tuple(ffn_parameters(self.ffn, "", d_model, init=HeInit())), rng=rng)
+        size("d_model", d_model)
+        self.ffn, self.d_model = spec.MLP(d_ff=d_ff, activation="relu"), d_model
+        rules = ffn_parameters(self.ffn, "", d_model, init=HeInit())
+        super().__init__(draw(tuple(rules), rng=rng))
         self._cache: FeedCache | None = None
         self._trip = PassContext(Workspace(np.float64))
 
     def forward(self, x_BTD: Array) -> Array:
+        x_BTD = numbers("x", x_BTD, width=self.d_model)
         self._trip = PassContext(Workspace(x_BTD.dtype))
         out, self._cache = feed_forward(
             x_BTD, ffn=self.ffn, params=self.params, pass_context=self._trip
         )
-        return out
+        return self._out(out)
 
     def backward(self, dout_BTD: Array) -> Array:
-        return feed_backward(
-            dout_BTD, remembered(self._cache), grads=self.grads, pass_context=self._trip
+        made: dict[str, Array] = {}
+        dx_BTD = feed_backward(
+            self._dout(dout_BTD), remembered(self._cache), grads=made, pass_context=self._trip
         )
+        self._fill(made)
+        return dx_BTD
 
 
 class TransformerBlock(Layer):
@@ -350,18 +449,22 @@ class TransformerBlock(Layer):
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, *, rng: np.random.Generator | None = None
     ) -> None:
-        super().__init__()
+        divides("d_model", d_model, "n_heads", n_heads)
         self.block = spec.Block(
             attention=spec.Attention(n_heads=n_heads, bias="all", causal=False),
             ffn=spec.MLP(d_ff=d_ff, activation="relu"),
             norm=spec.LayerNorm(),
             placement="post",
         )
-        self.params = draw(tuple(block_parameters(self.block, "", d_model, init=HeInit())), rng=rng)
+        rules = block_parameters(self.block, "", d_model, init=HeInit())
+        super().__init__(draw(tuple(rules), rng=rng))
+        self.d_model = d_model
         self._cache: BlockCache | None = None
         self._trip = PassContext(Workspace(np.float64))
 
     def forward(self, x_BTD: Array, *, mask: Array | None = None) -> Array:
+        x_BTD = numbers("x", x_BTD, width=self.d_model, axes=3)
+        (B, T, _), heads = x_BTD.shape, self.block.attention.n_heads
         self._trip = PassContext(Workspace(x_BTD.dtype))
         out, self._cache = block_forward(
             x_BTD,
@@ -372,17 +475,17 @@ class TransformerBlock(Layer):
                 norms={name: array for name, array in self.params.items() if "_norm." in name},
             ),
             pass_context=self._trip,
-            setting=Setting(allow=permission(mask)),
+            setting=Setting(allow=permission(mask, (B, heads, T, T), x_BTD.dtype)),
             dropout=spec.Dropout(),
         )
-        return out
+        return self._out(out)
 
     def backward(self, dout_BTD: Array) -> Array:
         arrays = BlockArrays()
-        d_BTD = np.array(dout_BTD)
+        d_BTD = np.array(self._dout(dout_BTD))
         block_backward(d_BTD, remembered(self._cache), grads=arrays, pass_context=self._trip)
         for prefix, part in (("attn.", arrays.attn), ("ffn.", arrays.ffn), ("", arrays.norms)):
-            self.grads |= {f"{prefix}{name}": grad for name, grad in part.items()}
+            self._fill({f"{prefix}{name}": grad for name, grad in part.items()})
         return d_BTD
 
 
@@ -427,6 +530,7 @@ class Transformer:
         self.grads: Mapping[str, Array] = model.grads
         self._head = model.spec.head_names()[0]
         self._tape: Tape | None = None
+        self._out_shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> spec.ModelSpec:
@@ -447,8 +551,10 @@ class Transformer:
 
     def forward(self, tokens_BT: Array, valid_BT: Array | None = None) -> Array:
         logits, self._tape = self.model.record(self.model.inputs(tokens_BT, valid_BT=valid_BT))
+        self._out_shape = logits[self._head].shape
         return np.array(logits[self._head])
 
     def backward(self, dlogits: Array) -> None:
         """Fill `grads`."""
+        dlogits = same_shape(dlogits, remembered(self._out_shape))
         self.model.backward({self._head: dlogits}, remembered(self._tape))

@@ -61,6 +61,10 @@ class Optimizer(ABC):
                 self.slots = list(trained)
             case _:
                 self.slots = trained.slots()
+        if not self.slots:
+            raise InputError(
+                f"nothing to train: {trained!r} has no parameters", hint="a layer that has some"
+            )
         self.state = {kind: [np.zeros_like(s.param) for s in self.slots] for kind in self.kinds}
         longest = max(min(slot.param.size, PIECE) for slot in self.slots)
         dtype = self.slots[0].param.dtype

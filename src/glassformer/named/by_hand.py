@@ -4,7 +4,7 @@
     data_generator.py   generate_example, generate_dataset, split_dataset
     data_utils.py       create_batch, create_batches
     layers.py           Linear, Embedding, PositionalEncoding, LayerNorm, ReLU, Softmax
-    attention.py        scaled_dot_product_attention, MultiHeadAttention
+    attention.py        scaled_dot_product_attention, attend_backward, MultiHeadAttention
     transformer.py      FeedForward, TransformerBlock, Transformer
     loss.py             CrossEntropyLoss
     optimizer.py        Adam, SGD
@@ -33,6 +33,7 @@ from glassformer.byhand.layers import (
     Softmax,
     Transformer,
     TransformerBlock,
+    attend_backward,
     scaled_dot_product_attention,
 )
 from glassformer.byhand.optim import SGD, Adam, Optimizer
@@ -64,6 +65,7 @@ __all__ = [
     "Softmax",
     "Transformer",
     "TransformerBlock",
+    "attend_backward",
     "check_directions",
     "create_batch",
     "create_batches",
