@@ -115,10 +115,13 @@ def evaluation_is_the_slow_one(name: str, kind: str = "torch") -> None:
             assert found.heads[head] == pytest.approx(values, rel=1e-10)
         assert found.loss == found.heads[first]["loss"]
         assert found.accuracy == found.heads[first]["accuracy"]
+        assert found.oracle == pytest.approx(want["oracle"], rel=1e-9)
+        if found.kind != "answers":
+            nothing_is_right_or_wrong(found, engine, task, split)
+            continue
         assert found.exact_match == pytest.approx(want["exact_match"])
         assert found.by == want["by"]
         assert found.counts == want["counts"]
-        assert found.oracle == pytest.approx(want["oracle"], rel=1e-9)
         assert [error["row"] for error in found.errors] == want["errors"][:20]
         for error in found.errors:
             assert error["example"] == task.describe(split, error["row"])
@@ -128,6 +131,46 @@ def evaluation_is_the_slow_one(name: str, kind: str = "torch") -> None:
             assert 0 < error["right_probability"] < 1 <= error["wrong"] <= error["of"]
         assert found.wrong == len(want["errors"])
         tokens_are_counted(found.tokens, want, token_namer(task, first))
+
+
+def nothing_is_right_or_wrong(found, engine, task, split) -> None:
+    """No exact match; the rows with the prediction that is farthest off, and the worst first."""
+    assert found.exact_match is None and not found.by and "exact_match" not in found.to_dict()
+    off, impossible = {}, 0
+    for row in range(found.examples):
+        batch, oracle = (ask(split, np.array([row])) for ask in (task.batch, task.oracle))
+        logits_TV = engine.logits(batch)["next"][0]
+        logp_TV = logits_TV - np.log(np.exp(logits_TV).sum(axis=-1, keepdims=True))
+        counted = batch.valid[0] if batch.weights is None else batch.weights[0] > 0
+        for at in np.flatnonzero(counted):
+            if oracle is None:
+                score = -logp_TV[at, batch.targets["next"][0, at]]
+            else:
+                q = oracle.probabilities[0, at]
+                likely = q > 0
+                score = (q[likely] * (np.log(q[likely]) - logp_TV[at, : len(q)][likely])).sum()
+            off[row] = max(off.get(row, -1.0), float(score))
+        if oracle is not None:
+            best_T = logits_TV.argmax(axis=-1)
+            impossible += any(not oracle.legal[0, at, best_T[at]] for at in np.flatnonzero(counted))
+    assert (found.kind, found.wrong) == (
+        ("text", None) if task.is_running_text else ("process", impossible)
+    )
+    told = [off[error["row"]] for error in found.errors]
+    assert told[0] == pytest.approx(max(off.values()))
+    assert told == pytest.approx(sorted(told, reverse=True))
+    inputs = {error["input"] for error in found.errors}
+    assert len(inputs) == len(found.errors) > 1
+    for row, score in off.items():
+        kept = len(found.errors) == 20 and score <= told[-1] * (1 + 1e-9)
+        assert kept or any(score == pytest.approx(one) for one in told), row
+    for error in found.errors:
+        if found.kind == "process":
+            assert error["excess"] == pytest.approx(off[error["row"]], rel=1e-6)
+            assert sum(error["truth"].values()) == pytest.approx(1.0, abs=0.01)
+        else:
+            told = -math.log(error["right_probability"])
+            assert told == pytest.approx(off[error["row"]], rel=1e-6)
 
 
 def tokens_are_counted(found, want, named) -> None:

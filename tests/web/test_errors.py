@@ -52,7 +52,10 @@ def test_a_machine_is_extracted_and_drawn(open_app: Opener, tmp_path: Path) -> N
     small = ["model.d_model=16", "train.steps=8"]
     gf.train(recipe, name="machine", runs=tmp_path, overrides=[*overrides, *small])
     client = open_app(tmp_path)
-    assert client.get("/api/runs/machine/errors")["is_machine"]
+    measured = client.get("/api/runs/machine/errors")
+    assert measured["is_machine"] and measured["kind"] == "process"
+    assert "exact_match" not in measured and not measured["by"] and not measured["confused"]
+    assert all(one["excess"] >= 0 and one["truth"] and one["model"] for one in measured["errors"])
     found = client.get("/api/runs/machine/machine")
     own = gf.extract(tmp_path / "machine")
     assert found["text"] == " ".join(own.sentences())

@@ -56,6 +56,14 @@ class Oracle:
         missing: NDArray[np.float64] = -terms.sum(axis=-1) - self.entropy
         return missing
 
+    def is_legal(self, answers: Ints) -> NDArray[np.bool_]:
+        """Return True where an answer, one at each position, can occur."""
+        legal = self._distribution() > 0 if self.legal is None else self.legal
+        known = np.minimum(answers, legal.shape[-1] - 1)
+        found = np.take_along_axis(legal, known[..., None], axis=-1)[..., 0]
+        possible: NDArray[np.bool_] = found & (answers < legal.shape[-1])
+        return possible
+
     def legal_mass(self, log_probabilities: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         """Return a model's probability of legal answers, (B, T) or (B,); 0 on PAD."""
         legal = self._distribution() > 0 if self.legal is None else self.legal

@@ -12,7 +12,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +46,27 @@ SINGLE = 16
 
 Value = TypeVar("Value")
 
+#: What examples are, and so how predictions of them are scored.
+Kind = Literal["answers", "text", "process"]
+#: Tokens of a distribution that are listed, and the least probability of one.
+LISTED, RARE = 4, 1e-3
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """Results of one split. `loss` is the plain mean a token of the first head, in nats.
 
+    kind: what the examples are. `answers` can be right or wrong, and are scored by exact match.
+    Running `text` and samples of a random `process` cannot: even a perfect model does not predict
+    them. There exact_match is None, by is empty, and errors are the rows with the prediction that
+    is farthest off, the farthest first: of a text the token with the least probability, of a
+    process the largest excess over the truth, with both distributions.
+
     by: {group: {label: exact match}}; heads: {head: {loss, accuracy}}; oracle: the truth's
     entropy, the excess over it (divergence from the truth, free of the sample's luck), and legal
-    (probability given to what can occur). wrong: the number of rows that are not completely right;
-    errors: the first of them, with the right tokens and the predicted ones. pairs: target and
+    (probability given to what can occur). wrong: the number of rows that are not completely right,
+    of a process those with a prediction that cannot occur, of a text None;
+    errors: the first wrong rows, with the right tokens and the predicted ones. pairs: target and
     prediction of each row, by group, from row 0 on; `confusion` counts them. tokens: of answers of
     several tokens, the share that is right at each position and the most frequent confusions.
     decoded: the same answers with only the model's own tokens before each, where the task has a
@@ -65,17 +77,18 @@ class Evaluation:
     examples: int
     loss: float
     accuracy: float
-    exact_match: float
+    exact_match: float | None
     heads: Mapping[str, Mapping[str, float]]
     by: Mapping[str, Mapping[str, float]]
     counts: Mapping[str, Mapping[str, int]]
     oracle: Mapping[str, float]
     confusion: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    wrong: int = 0
+    wrong: int | None = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
     pairs: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     decoded: Mapping[str, Any] = field(default_factory=dict)
+    kind: Kind = "answers"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results as JSON values."""
@@ -84,7 +97,7 @@ class Evaluation:
             "examples": self.examples,
             "loss": self.loss,
             "accuracy": self.accuracy,
-            "exact_match": self.exact_match,
+            **({} if self.exact_match is None else {"exact_match": self.exact_match}),
             "heads": {head: dict(values) for head, values in self.heads.items()},
             "by": {group: dict(values) for group, values in self.by.items()},
             "oracle": dict(self.oracle),
@@ -95,17 +108,10 @@ class Evaluation:
         """Return one JSON object; a number that is not finite is written as a string."""
         return json.dumps(json_numbers(self.to_dict()), allow_nan=False)
 
-    @property
-    def is_of_a_random_process(self) -> bool:
-        """True if the truth is a distribution: then even a perfect model is often wrong."""
-        return self.oracle.get("entropy", 0.0) > 0
-
     def text(self, *, width: int = 80) -> str:
         """Return the results as a table for people, no wider than `width` columns."""
         lines = self._summary(width)
         for group, labels in self.by.items():
-            if self.is_of_a_random_process:
-                break  # complete strings of a random walk are matched by luck
             lines.append(f"by {group}")
             for label, share in labels.items():
                 count = self.counts[group][label]
@@ -117,7 +123,12 @@ class Evaluation:
 
     def headline(self) -> str:
         """Return the numbers that count most, in words."""
-        if not self.is_of_a_random_process:
+        if self.kind == "text":
+            return (
+                f"loss {self.loss:.4f} nats a token  perplexity {perplexity(self.loss)}  "
+                f"accuracy {self.accuracy:.2%} of single tokens"
+            )
+        if self.kind == "answers":
             return (
                 f"loss {self.loss:.4f}  accuracy {self.accuracy:.2%}  "
                 f"exact match {self.exact_match:.2%}"
@@ -126,7 +137,8 @@ class Evaluation:
         return (
             f"The model's predictions cost {excess:.4f} nats a token above the entropy of the "
             f"machine itself, {self.oracle['entropy']:.4f}; 0 would be perfect. It gives "
-            f"{self.oracle['legal']:.2%} of its probability to what can occur."
+            f"{self.oracle['legal']:.2%} of its probability to what can occur. In "
+            f"{self.wrong:,} of {self.examples:,} strings it predicts a token that cannot occur."
         )
 
     def _summary(self, width: int) -> list[str]:
@@ -135,7 +147,7 @@ class Evaluation:
         words = textwrap.wrap(self.headline(), width - 2)
         lines += [f"  {line}" for line in words]
         for head, values in self.heads.items():
-            if len(self.heads) > 1 or self.is_of_a_random_process:
+            if len(self.heads) > 1 or self.kind == "process":
                 score = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.2%}"
                 lines.append(f"  {head}: {score}")
         if "bits_per_byte" in self.oracle:
@@ -143,7 +155,7 @@ class Evaluation:
         return lines
 
     def __repr__(self) -> str:
-        more = [f"by {group}" for group in self.by if not self.is_of_a_random_process]
+        more = [f"by {group}" for group in self.by]
         more += [f"confusion by {group}" for group in self.confusion]
         more += ["decoded"] if self.decoded else []
         rest = [f"  print(_.text()) adds: {', '.join(more)}"] if more else []
@@ -152,10 +164,15 @@ class Evaluation:
     def write(self, directory: RunDirectory) -> None:
         """Write the results, some errors and the confusion tables to a run's `eval/` folder."""
         directory.write_json(f"eval/{self.split}.json", self.to_dict())
-        lines = "".join(f"{json.dumps(error)}\n" for error in self.errors)
+        lines = "".join(f"{json.dumps(json_numbers(error))}\n" for error in self.errors)
         directory.write(f"eval/{self.split}-errors.jsonl", lines)
         for group, table in self.confusion.items():
             directory.write(f"eval/{self.split}-confusion-{group}.csv", confusion_csv(table))
+
+
+def perplexity(loss: float) -> str:
+    """Return e to the loss, the number of equally likely tokens that are as hard to predict."""
+    return f"{math.exp(loss):,.2f}" if loss < 20 else "above 4.8e+08"
 
 
 def _decoded_lines(decoded: Mapping[str, Any]) -> list[str]:
@@ -189,7 +206,9 @@ class _Tally:
         self.excess = 0.0
         self.legal = 0.0
         self.judged = 0.0
+        self.impossible = 0
         self.errors: list[dict[str, Any]] = []
+        self.far: list[tuple[float, int, dict[str, Any]]] = []
         self.places = np.zeros((0, 2), dtype=np.int64)  # right and all, by position in the answer
         # Wrong tokens: each pair of target and prediction as one number, and how often it occurs.
         self.confused: tuple[NDArray[np.int64], NDArray[np.int64]] = (
@@ -267,16 +286,58 @@ class _Tally:
                 row = table.setdefault(asked, {})
                 row[answered] = row.get(answered, 0) + 1
 
-    def add_truth(self, truth: Oracle, batch: Batch, logits: NDArray[Any]) -> None:
-        """Add the distance to the truth and the probability of what can occur, where it counts."""
+    def add_truth(
+        self, truth: Oracle, batch: Batch, logits: NDArray[Any]
+    ) -> NDArray[np.floating[Any]]:
+        """Add the distance to the truth and the probability of what can occur, where it counts.
+
+        Return the excess of each prediction.
+        """
         weights = loss_weights(batch, self.primary).astype(np.float64)
         logp = log_softmax(logits)
         if truth.probabilities is not None:  # a model may have more classes than the task
             logp = logp[..., : truth.probabilities.shape[-1]]
         self.judged += float(weights.sum())
         self.entropy += float((truth.entropy * weights).sum())
-        self.excess += float((truth.excess(logp) * weights).sum())
+        excess = truth.excess(logp)
+        self.excess += float((excess * weights).sum())
         self.legal += float((truth.legal_mass(logp) * weights).sum())
+        best = logits.argmax(axis=-1)
+        possible = truth.is_legal(best)
+        self.impossible += int(((weights > 0) & ~possible).reshape(len(best), -1).any(axis=1).sum())
+        return excess
+
+    def add_far(
+        self,
+        task: Task,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        off: NDArray[np.floating[Any]],
+        judged: Judged,
+        *,
+        split: str,
+        most: int,
+        truth: tuple[Oracle, NDArray[Any]] | None = None,
+    ) -> None:
+        """Keep the rows with the prediction that is farthest off, by `off` at each position."""
+        counted = (loss_weights(batch, self.primary) > 0).reshape(len(rows), -1)
+        off_BT = np.where(counted, off.reshape(len(rows), -1), -np.inf)
+        worst_B = off_BT.max(axis=1)
+        for i in np.argsort(-worst_B, kind="stable"):
+            full = len(self.far) >= most
+            if not counted[i].any() or (full and (not most or worst_B[i] <= self.far[-1][0])):
+                break  # the others are no farther off
+            row, at = int(rows[i]), int(off_BT[i].argmax())
+            told = {"row": row, "example": task.describe(split, row)}
+            told |= _far(task, batch, self.primary, judged, int(i), at)
+            if any(one["input"] == told["input"] for _, _, one in self.far):
+                continue  # strings that begin alike
+            if truth is not None:
+                told |= _distributions(task, self.primary, *truth, int(i), at)
+                told["excess"] = float(worst_B[i])
+            self.far.append((float(worst_B[i]), row, told))
+            self.far.sort(key=lambda one: (-one[0], one[1]))
+            del self.far[most:]
 
 
 def evaluate(
@@ -289,7 +350,7 @@ def evaluate(
 ) -> Evaluation:
     """Measure one split, or its first `examples`; without a name the test split, else val.
 
-    At most `errors` wrong rows are described.
+    At most `errors` rows are described: wrong ones, or those whose prediction is farthest off.
     """
     sizes = task.sizes()
     split = split or ("test" if "test" in sizes else "val")
@@ -314,8 +375,23 @@ def evaluate(
         tally.add_groups(task.groups(split, rows), exact, asked)
         answers = judged[tally.primary].predicted
         tally.add_confusions(task.confusions(split, rows, answers))
+        if task.is_running_text:
+            nll = judged[tally.primary].nll
+            tally.add_far(task, batch, rows, nll, judged[tally.primary], split=split, most=errors)
+            continue
         if truth is not None and logits is not None:
-            tally.add_truth(truth, batch, logits[tally.primary])
+            excess = tally.add_truth(truth, batch, logits[tally.primary])
+            if truth.entropy.any():
+                tally.add_far(
+                    task,
+                    batch,
+                    rows,
+                    excess,
+                    judged[tally.primary],
+                    split=split,
+                    most=errors,
+                    truth=(truth, logits[tally.primary]),
+                )
         for i in np.flatnonzero(asked & ~exact)[: errors - len(tally.errors)]:
             row = int(rows[i])
             told = {"row": row, "example": task.describe(split, row)}
@@ -357,6 +433,42 @@ def _mistake(
         "predicted": [named(int(predicted[t])) for t in kept],
         **facts,
     }
+
+
+def _far(task: Task, batch: Batch, head: str, judged: Judged, row: int, at: int) -> dict[str, Any]:
+    """Return what one prediction asked, the token that followed, and the most probable one."""
+    named = token_namer(task, head)
+    target = int(np.atleast_1d(batch.targets[head][row])[at])
+    predicted = int(np.atleast_1d(judged.predicted[row])[at])
+    real = batch.valid[row]
+    tokens = batch.tokens[row][real].tolist()
+    if batch.targets[head].ndim > 1:
+        until = int(real[: at + 1].sum())
+        tokens = tokens[max(0, until - BEFORE) : until]
+    return {
+        "input": task.tokenizer.decode(tokens),
+        "target": [named(target)],
+        "predicted": [named(predicted)],
+        "right_probability": float(np.exp(-np.atleast_1d(judged.nll[row])[at])),
+        "wrong": int(predicted != target),
+        "of": 1,
+    }
+
+
+def _distributions(
+    task: Task, head: str, truth: Oracle, logits: NDArray[Any], row: int, at: int
+) -> dict[str, Any]:
+    """Return the true distribution and the model's, the most probable tokens of each."""
+    named = token_namer(task, head)
+    assert truth.probabilities is not None
+    ours_V = np.exp(log_softmax(logits[row].reshape(-1, logits.shape[-1])[at]))
+    true_V = truth.probabilities[row].reshape(-1, truth.probabilities.shape[-1])[at]
+
+    def listed(p_V: NDArray[Any]) -> dict[str, float]:
+        best = np.argsort(-p_V, kind="stable")[:LISTED]
+        return {named(int(token)): float(p_V[token]) for token in best if p_V[token] >= RARE}
+
+    return {"truth": listed(true_V), "model": listed(ours_V)}
 
 
 def token_namer(task: Task, head: str) -> Callable[[int], str]:
@@ -429,6 +541,8 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
             f"nothing counts in the first {count} examples of '{split}'", hint="take more of them"
         )
     first = heads[tally.primary]
+    kind: Kind = "text" if task.is_running_text else "process" if tally.entropy > 0 else "answers"
+    scored = kind == "answers"
     oracle = {}
     if tally.judged:
         oracle = {
@@ -444,22 +558,27 @@ def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation
         examples=count,
         loss=first["loss"],
         accuracy=first["accuracy"],
-        exact_match=tally.matches / max(1, tally.asked),
+        exact_match=tally.matches / max(1, tally.asked) if scored else None,
         heads=heads,
         by={
             group: {label: right / all_ for label, (right, all_) in in_order(labels)}
             for group, labels in tally.by.items()
+            if scored
         },
         counts={
             group: {label: all_ for label, (_, all_) in in_order(labels)}
             for group, labels in tally.by.items()
+            if scored
         },
         oracle=oracle,
         confusion=tally.confusion,
-        wrong=tally.asked - tally.matches,
-        errors=tally.errors,
+        wrong={"answers": tally.asked - tally.matches, "text": None, "process": tally.impossible}[
+            kind
+        ],
+        errors=tally.errors if scored else [told for _, _, told in tally.far],
         pairs=tally.pairs,
-        tokens=_tokens(tally, task),
+        tokens={} if kind == "process" else _tokens(tally, task),
+        kind=kind,
     )
 
 

@@ -86,6 +86,7 @@ def errors(query: Query, workspace: Workspace) -> dict[str, Any]:
     sizes = found.task.sizes()
     return {
         **evaluation.to_dict(),
+        "kind": evaluation.kind,
         "counts": {group: dict(labels) for group, labels in evaluation.counts.items()},
         "step": found.step,
         "splits": dict(sizes),
@@ -105,7 +106,12 @@ def _shown(told: Mapping[str, Any]) -> dict[str, Any]:
     def seen(value: Any) -> Any:
         return [shown(token) for token in value] if isinstance(value, list) else shown(value)
 
-    return {**told, "target": seen(told["target"]), "predicted": seen(told["predicted"])}
+    several = {
+        name: [[shown(token), share] for token, share in told[name].items()]
+        for name in ("truth", "model")
+        if name in told
+    }
+    return {**told, **several} | {name: seen(told[name]) for name in ("target", "predicted")}
 
 
 def cell(query: Query, workspace: Workspace) -> dict[str, Any]:

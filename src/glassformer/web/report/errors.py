@@ -1,6 +1,6 @@
 """Sections about what a run gets right and wrong: by group, confusion matrices, some examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from glassformer.lab.measure.evaluate import (
     Evaluation,
     evaluate,
     order,
+    perplexity,
     shares,
 )
 from glassformer.lab.measure.scores import answers, wanted
@@ -47,6 +48,8 @@ TRUTHS = {
     "legal": "probability on what can occur",
     "bits_per_byte": "bits per byte",
 }
+#: What a table of accuracy by position is about.
+PLACES = {"answers": "by position in the answer", "text": "by position in the window"}
 #: Tokens shown before the target, in a running text.
 BEFORE = 24
 
@@ -66,13 +69,19 @@ def errors(run: Subject) -> Iterator[str]:
     """Loss and accuracy on the test split, by the task's groups, and confusion matrices."""
     found, task = measured(run), run.task
     examples = f"{found.examples:,} examples of the split '{found.split}'"
-    if found.is_of_a_random_process:
-        yield say(f"{examples}. {found.headline()}")
-    else:
+    if found.kind == "answers":
         yield say(
             f"{examples}: loss {found.loss:.4f} nats, accuracy {found.accuracy:.2%}, "
             f"exact match {found.exact_match:.2%}."
         )
+    elif found.kind == "text":
+        yield say(
+            f"{examples}: loss {found.loss:.4f} nats a token, perplexity "
+            f"{perplexity(found.loss)}; {found.accuracy:.2%} of the tokens are the most probable "
+            "ones."
+        )
+    else:
+        yield say(f"{examples}. {found.headline()}")
     rows: list[list[Cell]] = [
         [head, v["loss"], f"{v['accuracy']:.2%}"] for head, v in found.heads.items()
     ]
@@ -83,10 +92,9 @@ def errors(run: Subject) -> Iterator[str]:
             [TRUTHS.get(name, name), f"{value:.4f}"] for name, value in found.oracle.items()
         ]
         yield table(["measure", "value"], truths, caption="against the oracle")
-    lucky = found.is_of_a_random_process  # whose strings are matched by luck
-    if not lucky:
+    if found.kind != "process":  # whose strings are matched by luck
         yield beside([*_groups(found), *_tokens(found)])
-    if not found.confusion and (lucky or not found.tokens):
+    if not found.confusion and not found.tokens:
         yield missing(
             f"The task {task.name} has no confusion matrix: a wrong token is not the answer to "
             "another question."
@@ -118,7 +126,7 @@ def _tokens(found: Evaluation) -> Iterator[str]:
         [one["position"], Shaded(f"{one['accuracy']:.1%}", one["accuracy"]), one["count"]]
         for one in found.tokens["positions"]
     ]
-    yield table(["position", "accuracy", "n"], lines, caption="by position in the answer")
+    yield table(["position", "accuracy", "n"], lines, caption=PLACES[found.kind])
     pairs: list[list[Cell]] = [
         [shown(one["target"]), Text(shown(one["predicted"])), one["count"]]
         for one in found.tokens["confused"]
@@ -157,6 +165,9 @@ def examples(run: Subject) -> Iterator[str]:
     """The wrong predictions first, then some right ones."""
     engine, task = run.measured
     found = measured(run)
+    if found.kind != "answers":
+        yield from _farthest(found)
+        return
     split, size = found.split, task.sizes()[found.split]
     rows = np.array([error["row"] for error in found.errors[:MOST_WRONG]], dtype=np.int64)
     some = np.arange(min(SEARCHED, size), dtype=np.int64)
@@ -168,7 +179,7 @@ def examples(run: Subject) -> Iterator[str]:
         total, of = len(wrong), f"{len(looked):,} predictions for the first {FEW} examples"
     else:
         wrong = [one for one in predictions(run, engine, task, split, rows) if not one.right]
-        total, of = found.wrong, f"{found.examples:,} examples"
+        total, of = found.wrong or 0, f"{found.examples:,} examples"
     wrong.sort(key=lambda one: -(one.probability or 0))
     yield say(f"{total:,} of {of} of '{split}' are wrong.")
     sure = any(one.probability is not None for one in looked)
@@ -193,6 +204,52 @@ def examples(run: Subject) -> Iterator[str]:
         some_of = f"{len(kept)} of {all_:,}" if len(kept) < all_ else f"all {all_:,}"
         parts.append(table(heading, lines, caption=f"{name}: {some_of}{order_text}"))
     yield beside(parts)
+
+
+def _farthest(found: Evaluation) -> Iterator[str]:
+    """Where nothing is right or wrong: the predictions that are farthest off."""
+    process = found.kind == "process"
+    if process:
+        yield say(
+            "What follows is decided by chance, so a token that differs from the most probable one "
+            "is no mistake. Listed are the predictions farthest from the true distribution; in "
+            f"{found.wrong:,} of {found.examples:,} strings of '{found.split}' the most probable "
+            "token cannot occur at all."
+        )
+        heading = ["", "input", "the truth", "the model", "nats too many"]
+    else:
+        yield say(
+            "A text can go on in many ways, so a token that differs from the most probable one is "
+            "no mistake. Listed are the least expected tokens."
+        )
+        heading = [
+            "",
+            "text before",
+            "followed by",
+            "most probable",
+            "probability of what followed",
+        ]
+    lines: list[list[Cell]] = []
+    for number, one in enumerate(found.errors[:MOST_WRONG]):
+        if process:
+            cells: list[Cell] = [
+                Text(_distribution(one["truth"])),
+                Text(_distribution(one["model"])),
+                f"{one['excess']:.4f}",
+            ]
+        else:
+            cells = [
+                Text(shown(one["target"][0])),
+                Text(shown(one["predicted"][0])),
+                f"{one['right_probability']:.2e}",
+            ]
+        lines.append([str(number + 1), Text(one["input"]), *cells])
+    caption = "farthest from the truth" if process else "least expected"
+    yield table(heading, lines, caption=f"{caption}: {len(lines)}")
+
+
+def _distribution(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{shown(token)} {share:.1%}" for token, share in shares.items())
 
 
 def predictions(

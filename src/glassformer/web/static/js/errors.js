@@ -121,22 +121,26 @@ class Errors {
       chooser("split", splits, found.split, (split) => go({ split })),
       groups.length > 1 && chooser("table by", groups, this.table.group, (by) => go({ by })));
     const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
-    const random = found.oracle.entropy > 0; // strings of a random walk are matched by luck
+    const answers = found.kind === "answers"; // a text and a random walk are matched by luck alone
+    const random = found.kind === "process";
     fill(this.facts, fact("step", count(Number(found.step))),
       random && fact("above the machine's own entropy", `${short(found.oracle.excess)} nats (0 is perfect)`),
       fact("accuracy", percent(found.accuracy, 2)),
-      !random && fact("exact match", percent(found.exact_match, 2)), fact("loss", `${short(found.loss)} nats`),
-      fact("wrong", count(found.wrong)),
+      answers && fact("exact match", percent(found.exact_match, 2)), fact("loss", `${short(found.loss)} nats`),
+      found.kind === "text" && fact("perplexity", short(Math.exp(found.loss))),
+      answers && fact("wrong", count(found.wrong)),
+      random && fact("predicts what cannot occur", `in ${count(found.wrong)} strings`),
       fact("examples", [found.examples < found.of && `the first ${count(found.examples)} of `, count(found.of)]));
     this.matrix.classList.toggle("none", !this.table);
-    this.title.textContent = this.table ? "Confusion matrix" : "Where it goes wrong";
+    this.matrix.hidden = !this.table && !answers && !found.positions.length;
+    this.title.textContent = this.table ? "Confusion matrix" : answers ? "Where it goes wrong" : "By position";
     this.reading.textContent = this.table
       ? `${this.table.reading && `A column is ${this.table.reading}. `}Choose a cell to see its examples.` : "";
     this.#places();
     const { target, predicted } = this.params;
     const chosen = target === undefined ? null : { target, predicted };
     if (this.table) this.confusion.data = { ...this.table, chosen };
-    const shares = Object.entries(random ? {} : found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
+    const shares = Object.entries(found.by).map(([group, labels]) => [el("h3", {}, `By ${group}`), table({
       caption: `Exact match by ${group}`,
       head: [group, right("exact match"), right("examples"), SHARE],
       rows: Object.entries(labels).map(([name, share]) =>
@@ -149,9 +153,10 @@ class Errors {
   /** Of answers of several tokens: which positions are right, and which tokens are taken for which. */
   #places() {
     const { positions, confused } = this.found;
+    const where = this.found.kind === "text" ? "window" : "answer";
     const code = (text) => el("code", {}, text);
-    fill(this.places, positions.length > 0 && el("div", {}, el("h3", {}, "By position in the answer"),
-      scrolled("By position", table({ caption: "Right tokens by position in the answer",
+    fill(this.places, positions.length > 0 && el("div", {}, el("h3", {}, `By position in the ${where}`),
+      scrolled("By position", table({ caption: `Right tokens by position in the ${where}`,
         head: ["position", right("accuracy"), right("of"), SHARE], rows: positions.map((one) =>
           [one.position, percent(one.accuracy, 2), count(one.count), gauge(one.accuracy)]) }))),
       confused.length > 0 && el("div", {}, el("h3", {}, "Tokens confused most often"),
@@ -170,6 +175,7 @@ class Errors {
     const cell = target !== undefined && predicted !== undefined && chosen
       ? await this.open(query(path, { step, split, group: chosen.group, target, predicted })) : null;
     if (this.gone || (cell === undefined)) return;
+    if (!cell && found.kind !== "answers") { this.#farthest(); return; }
     const rows = cell ? cell.examples.map(({ row, text, targets, answers }) =>
       ({ row, input: text, target: [targets.answer ?? target], predicted: [answers.answer ?? predicted] }))
       : found.errors;
@@ -197,6 +203,32 @@ class Errors {
         "had where the first wrong one was predicted."),
       cell && cell.count > rows.length && el("p", { class: "note" }, `The first ${count(rows.length)} are shown.`));
     if (cell) this.context.announce(`${title} examples`);
+  }
+
+  /** Of a text or a random walk nothing is right or wrong: the predictions that are farthest off. */
+  #farthest() {
+    const { found } = this;
+    const { step } = this.params;
+    const random = found.kind === "process";
+    const title = random ? "Farthest from the truth" : "Least expected";
+    const shares = (list) => list.map(([word, share], i) => [i > 0 && ", ", el("span", { class: "mono" }, word),
+      ` ${percent(share)}`]);
+    const code = (words) => el("span", { class: "mono" }, words.join(" "));
+    const link = ({ row }) => el("a", { class: "open", "aria-label": `Inspect example ${row}`,
+      href: this.context.href("inspect", { run: this.run, step, split: found.split, row }) }, "Inspect");
+    const cells = (each) => random
+      ? [shares(each.truth), shares(each.model), `${short(Number(each.excess))} nats`]
+      : [code(each.target), code(each.predicted), short(each.right_probability)];
+    fill(this.examples, el("h2", { id: "examples-title" }, title),
+      scrolled("Table of examples", table({ caption: title,
+        head: [right("row"), random ? "input" : "text before",
+          ...(random ? ["the truth", "the model", right("too many")]
+            : ["followed by", "most probable", right("p of what followed")]), silent("link")],
+        rows: found.errors.map((each) =>
+          [each.row, el("span", { class: "mono text" }, each.input), ...cells(each), link(each)]) })),
+      el("p", { class: "note" }, random
+        ? "What follows is decided by chance: a token other than the most probable one is no mistake."
+        : "A text can go on in many ways: a token other than the most probable one is no mistake."));
   }
 
   commands() {
