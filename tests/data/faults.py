@@ -71,7 +71,7 @@ FAULTS = (
     Fault("legal into a dead end", "data.automata.machine:Machine.legal", "target != NOWHERE and alive[target]", "target != NOWHERE", "legal"),
     Fault("plus matches nothing", "data.automata.construct:_Parser.repeated", 'how in "*?"', 'how in "*?+"', "regex"),
     Fault("star only once", "data.automata.construct:_Parser.repeated", 'how in "*+"', 'how in "+"', "regex"),
-    Fault("choice not inverted", "data.automata.construct:_Parser.choice", "if inverted else", "if not members else", "regex"),
+    Fault("choice not inverted", "data.automata.construct:_Parser.choice", "return inverted, frozenset(members)", "return False, frozenset(members)", "regex"),
     # order and text
     Fault("last batch dropped", "data.rng:Sampler._batches_of", "range(0, self.size, self.batch_size)", "range(0, self.size - self.size % self.batch_size or self.size, self.batch_size)", "every row once"),
     Fault("every epoch alike", "data.rng:Sampler._batches_of", '"order", epoch', '"order"', "epochs differ"),

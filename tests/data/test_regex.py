@@ -1,6 +1,7 @@
 """Regular expressions mean what Python's `re.fullmatch` says."""
 
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -96,3 +97,38 @@ def test_bad_patterns_are_named_with_their_place(pattern, words, place):
         machine_of_regex(pattern)
     assert words in caught.value.what
     assert f"character {place} of" in caught.value.where
+
+
+def han(count, first=0):
+    """Different characters."""
+    return [chr(0x4E00 + first + n) for n in range(count)]
+
+
+HUGE = {
+    "choices that may be left out": "[\u0100-\u01f0]?" * 2_800,
+    "parts of nothing": "(a|b|)" * 3_000,
+    "stars": "".join(f"{one}*" for one in han(9_000)),
+    "choices of all but one": "".join(f"[^{one}]?" for one in han(3_900)),
+    "any symbol": "".join(han(10_000)) + "." * 9_990,
+    "ranges": "".join(f"[{one}-{chr(ord(one) + 250)}]" for one in han(3_900)),
+    "a chain of different symbols": "".join(han(1_900)),
+    "sets that double": "(a|b)*a" + "(a|b)" * 3_900,
+    "repetitions of repetitions": "((a+b+)+c+)+" * 1_600,
+    "a long pattern": "a" * 20_001,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_pattern_that_takes_too_much_is_refused(case):
+    begin = time.process_time()
+    with pytest.raises(InputError, match=r"more than|a pattern of"):
+        machine_of_regex(HUGE[case])
+    assert time.process_time() - begin < 3
+
+
+def test_many_symbols_that_are_moved_as_one_are_cheap():
+    letters = "".join(han(240))
+    machine = machine_of_regex(f"[{letters[0]}-{letters[-1]}]?" * 500)
+    assert machine.n_states == 501
+    assert machine.accepts(letters)
+    assert not machine.accepts(letters * 3)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models
@@ -31,7 +32,8 @@ def everything_is_legal(*, count: int = 100) -> int:
     stepper = TorchStepper(built(checks.SPECS["learned"]))
     made = 0
     for name in ("brackets-3", "mod-3", "partial-5", "regex:(ab|c)*", "regex:a+b?"):
-        constraint = Constraint(machine_named(name), tokenizer=NAMES)
+        machine = machine_named(name)
+        constraint = Constraint(machine, tokenizer=NAMES)
         for eos, least, most in (((EOS,), 0, 8), ((EOS,), 3, 6), ((), 2, 6)):
             rules = {"eos": eos, "min_new_tokens": least, "max_new_tokens": most}
             strategies = [
@@ -42,7 +44,7 @@ def everything_is_legal(*, count: int = 100) -> int:
             for spec in strategies:
                 rows = [[1]] * count if spec.temperature > 1 else [[1], [4, 5]]
                 for sequence in generate_batch(stepper, rows, spec=spec, constraint=constraint):
-                    assert_legal(constraint, sequence.tokens, rules)
+                    assert_legal(machine, sequence.tokens, rules)
                     made += 1
             for groups in (1, 2):
                 spec = BeamSpec(width=4, groups=groups, **rules)
@@ -50,19 +52,19 @@ def everything_is_legal(*, count: int = 100) -> int:
                 for beams in found:
                     assert beams.hypotheses
                     for hypothesis in beams.hypotheses:
-                        assert_legal(constraint, hypothesis.tokens, rules)
+                        assert_legal(machine, hypothesis.tokens, rules)
                         made += 1
     return made
 
 
-def assert_legal(constraint, tokens, rules) -> None:
+def assert_legal(machine, tokens, rules) -> None:
     """A string of the machine, ended where the rules want it."""
     assert rules["min_new_tokens"] <= len(tokens) <= rules["max_new_tokens"]
     if rules["eos"]:
         assert tokens[-1] in rules["eos"]
         tokens = tokens[:-1]
     words = [NAMES.names[token] for token in tokens]
-    assert constraint.machine.accepts(words), words
+    assert machine.accepts(words), words
 
 
 def test_everything_is_legal():
@@ -70,7 +72,8 @@ def test_everything_is_legal():
 
 
 def test_forced_and_forbidden_tokens_go_along():
-    constraint = Constraint(brackets(2), tokenizer=NAMES)
+    machine = brackets(2)
+    constraint = Constraint(machine, tokenizer=NAMES)
     model = built(checks.SPECS["learned"])
     opening = NAMES.id("(")
     spec = DecodeSpec(
@@ -80,7 +83,7 @@ def test_forced_and_forbidden_tokens_go_along():
         FastStepper(model), [[1]] * 20, spec=spec, constraint=constraint
     ):
         assert sequence.tokens[:2] == (opening, opening)
-        assert constraint.machine.accepts(NAMES.detokenize(sequence.tokens[:-1]).split())
+        assert machine.accepts(NAMES.detokenize(sequence.tokens[:-1]).split())
 
 
 @pytest.mark.parametrize(
@@ -169,3 +172,50 @@ def test_a_space_that_a_later_token_brings_is_a_symbol_too():
     )
     assert all(re.fullmatch("(ab)+", row.text) for row in made), {row.text for row in made}
     assert {words[row.tokens[0]] for row in made} == {"a", "ab", "\u2581a", "\u2581ab"}
+
+
+def reachable_ends(constraint, target_QV, rules):
+    """By its definition, step by step: can an end be reached after this many tokens?"""
+    shortest, longest, ends, forced = (rules[k] for k in ("shortest", "longest", "eos", "forced"))
+    can = np.zeros((longest + 2, len(target_QV)), dtype=bool)
+    for made in range(longest, -1, -1):
+        for state, row in enumerate(target_QV):
+            if made < longest:
+                tokens = forced[made : made + 1] or range(len(row))
+                can[made, state] = any(row[t] >= 0 and can[made + 1, row[t]] for t in tokens)
+            may_end = constraint.ends_Q[state]
+            if ends:
+                on_time = shortest <= made + 1 <= longest
+                can[made, state] |= (
+                    may_end and on_time and (made >= len(forced) or forced[made] in ends)
+                )
+            else:
+                can[made, state] |= may_end and made >= max(shortest, len(forced))
+    return can[: longest + 1]
+
+
+@pytest.mark.parametrize("pattern", ["(ab|c)*", "(aa)*", "a?b?c?", "(aab)*|c", "ab(c|a)*b"])
+@pytest.mark.parametrize("eos", [(), (EOS,)])
+@pytest.mark.parametrize(("shortest", "longest"), [(0, 4), (1, 1), (3, 9), (8, 9), (7, 5)])
+@pytest.mark.parametrize("forced", [(), (8,), (8, 9), (EOS,)])
+def test_ends_are_reachable_where_the_definition_says(pattern, eos, shortest, longest, forced):
+    constraint = Constraint.of_regex(pattern, tokenizer=NAMES)
+    rules = {"shortest": shortest, "longest": longest, "eos": eos, "forced": forced}
+    target_QV = constraint.target_QV.copy()
+    target_QV[:, list(eos)] = -1
+    meant = reachable_ends(constraint, target_QV, rules)
+    if not meant[0, constraint.start]:
+        with pytest.raises(InputError, match="no sequence"):
+            constraint.within(vocab_size=NAMES.vocab_size, **rules)
+        return
+    bounded = constraint.within(vocab_size=NAMES.vocab_size, **rules)
+    for made in range(longest + 1):
+        assert (bounded.can(made) == meant[made]).all(), made
+
+
+def test_the_choices_of_a_request_share_their_masks():
+    constraint = Constraint.of_regex("(ab)*", tokenizer=NAMES)
+    rules = {"shortest": 0, "longest": 5, "vocab_size": NAMES.vocab_size, "eos": (EOS,)}
+    first = constraint.within(**rules)
+    assert constraint.within(**rules) is first
+    assert constraint.within(**{**rules, "longest": 6}) is not first

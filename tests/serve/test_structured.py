@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+import tracemalloc
 
 import pytest
 
@@ -72,6 +74,65 @@ REFUSED = {
     ),
     "many items": ({"type": "array", "minItems": 10**9}, "items"),
 }  # fmt: skip
+
+
+def nested(levels, **limits):
+    """Arrays of arrays of integers."""
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema, **limits}
+    return schema
+
+
+def referring(count, levels, **more):
+    """Definitions of which each refers to the next one often."""
+    defs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * count} for n in range(levels)}
+    defs[f"d{levels}"] = {"type": "null"}
+    return {"$defs": defs, "$ref": "#/$defs/d0", **more}
+
+
+EMPTY = {"type": "array", "maxItems": 0}
+HUGE = {
+    "items that are copied at each level": nested(12, minItems=16, maxItems=16),
+    "items that may be there, at each level": nested(12, minItems=1, maxItems=16),
+    "references to references": referring(40, 5),
+    "references whose patterns are empty": {
+        "$defs": {"a": {**EMPTY, "items": {"anyOf": [{"$ref": "#/$defs/b"}] * 40}},
+                  "b": {**EMPTY, "items": {"anyOf": [{"$ref": "#/$defs/c"}] * 40}},
+                  "c": {**EMPTY, "items": {"anyOf": [{"$ref": "#/$defs/d"}] * 40}},
+                  "d": {**EMPTY, "items": {"anyOf": [{"type": "null"}] * 40}}},
+        "$ref": "#/$defs/a",
+    },
+    "many values": {"enum": list(range(300_000))},
+    "a long value": {"const": "x" * 3_000_000},
+    "many properties": {
+        "type": "object", "properties": {f"p{n}": True for n in range(100_000)},
+        "required": [f"p{n}" for n in range(100_000)],
+    },
+    "properties that may be left out": {
+        "type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(1_000)},
+    },
+    "many types": {"type": ["null"] * 300_000},
+    "a long reference": {"$ref": "#" + "/a" * 1_000_000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_schema_is_refused_as_soon_as_it_is_too_much_work(case):
+    schema = HUGE[case]
+    tracemalloc.start()
+    begin = time.process_time()
+    with pytest.raises(InputError):
+        json_pattern(schema)
+    seconds, peak = time.process_time() - begin, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seconds < 2
+    assert peak < 100e6
+
+
+def test_names_of_required_properties_are_texts():
+    with pytest.raises(InputError, match="requires"):
+        json_pattern({"type": "object", "properties": {"a": True}, "required": [["a"]]})
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glassformer.adapters.chat.template import ChatTemplate
-from glassformer.data.automata.construct import machine_of_regex
+from glassformer.data.automata.construct import LONGEST_PATTERN, machine_of_regex
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.text_stream import StopFilter
 from glassformer.serve.request import ResponseFormat
 from glassformer.spec.errors import InputError
 
-#: Constraints that are kept for later requests, each of so many states x tokens at most; the
-#: characters of a pattern.
-KEPT, MOST_ENTRIES, LONGEST_PATTERN = 4, 1 << 23, 20_000
+#: Constraints that are kept for later requests, each of so many states x tokens at most.
+KEPT, MOST_ENTRIES = 4, 1 << 23
 
 
 class Formats:
@@ -42,10 +41,6 @@ class Formats:
                 return self._of(json_pattern(wanted.schema))
 
     def _of(self, pattern: str) -> Constraint:
-        if len(pattern) > LONGEST_PATTERN:
-            raise InputError(
-                f"a pattern of {len(pattern):,} characters", hint=f"at most {LONGEST_PATTERN:,}"
-            )
         with self._lock:
             if pattern in self._kept:
                 self._kept.move_to_end(pattern)
@@ -76,6 +71,10 @@ NOTES = (
 )
 #: How deep references and parts may nest; values without a schema nest this much less.
 DEEPEST_SCHEMA, MOST_ITEMS = 12, 16
+#: Parts of a schema that are translated, and the characters of all their patterns together: a part
+#: that is referred to often is translated as often.
+MOST_PARTS, MOST_CHARACTERS = 5_000, 50 * LONGEST_PATTERN
+LONGEST_REFERENCE = 1_000
 LITERAL = {"boolean": "(true|false)", "null": "null", "integer": INTEGER, "number": NUMBER}
 
 
@@ -94,9 +93,21 @@ class _Schema:
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self.parts = self.characters = 0
 
     def pattern(self, schema: Any, where: str, depth: int) -> str:
-        """Return the pattern of one part."""
+        """Return the pattern of one part; refuse a schema as soon as it is too much work."""
+        self.parts += 1
+        if self.parts > MOST_PARTS:
+            raise _too_long(f"more than {MOST_PARTS:,} parts")
+        made = self.translated(schema, where, depth)
+        self.characters += len(_short(made))
+        if self.characters > MOST_CHARACTERS:
+            raise _too_long(f"parts of more than {MOST_CHARACTERS:,} characters together")
+        return made
+
+    def translated(self, schema: Any, where: str, depth: int) -> str:
+        """Return the pattern of one part, by its keywords."""
         if depth > DEEPEST_SCHEMA:
             raise InputError(f"{where} nests too deeply, or contains itself", hint="flatten it")
         if schema is True or schema == {}:
@@ -157,13 +168,13 @@ class _Schema:
             if key not in known:
                 raise InputError(
                     f"{where} has the keyword {key[:40]!r}, which is not offered",
-                    hint=f"here: {', '.join(known)}",
+                    hint=f"keywords that are offered with it: {', '.join(known)}",
                 )
 
     def definition(self, ref: Any, where: str) -> Any:
         """Return what a reference names: `#`, or a path of names from there."""
         found = self.root
-        if not isinstance(ref, str) or not ref.startswith("#"):
+        if not isinstance(ref, str) or not ref.startswith("#") or len(ref) > LONGEST_REFERENCE:
             raise InputError(f"{where} refers to another document", hint='"#/$defs/NAME"')
         for name in ref.removeprefix("#").split("/")[1:]:
             if not isinstance(found, dict) or name not in found:
@@ -188,14 +199,15 @@ class _Schema:
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise InputError(f"{where} has no table of properties and list of required ones")
         for name in required:
-            if name not in properties:
+            if not isinstance(name, str) or name not in properties:
                 raise InputError(f"{where} requires {str(name)[:40]!r}, which has no schema")
+        needed_ones = frozenset(required)
         members = [
             (
                 _quoted(json.dumps(name))
                 + COLON
                 + self.pattern(part, f"{where}.properties.{name[:40]}", depth + 1),
-                name in required,
+                name in needed_ones,
             )
             for name, part in properties.items()
         ]
@@ -205,6 +217,7 @@ class _Schema:
             alone = member + later
             first = alone if needed else f"({alone}|{first})" if first else f"({alone})?"
             later = COMMA + member + later if needed else f"({COMMA}{member})?" + later
+            _short(first)
         return rf"\{{{first}\}}"
 
     def array(self, rest: dict[str, Any], where: str, depth: int) -> str:
@@ -226,8 +239,25 @@ class _Schema:
         return _either([plain, object_, rf"\[{_repeated(inner, 0, None)}\]"]) if nested else plain
 
 
+def _short(pattern: str) -> str:
+    """Return a pattern, or part of one, that is not too long; patterns of patterns grow fast."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise _too_long(f"a pattern of more than {LONGEST_PATTERN:,} characters")
+    return pattern
+
+
+def _too_long(what: str) -> InputError:
+    return InputError(f"the schema makes {what}", hint="a smaller schema")
+
+
 def _either(parts: Iterable[str]) -> str:
-    return f"({'|'.join(parts)})"
+    made, length = [], 0
+    for part in parts:
+        made.append(part)
+        length += len(part) + 1
+        if length > LONGEST_PATTERN:
+            raise _too_long(f"a pattern of more than {LONGEST_PATTERN:,} characters")
+    return f"({'|'.join(made)})"
 
 
 def _repeated(item: str, least: int, most: int | None) -> str:
@@ -240,14 +270,15 @@ def _repeated(item: str, least: int, most: int | None) -> str:
         more = f"({COMMA}{item})" * max(least - 1, 0)
         tail = ""
         for _ in range(most - max(least, 1)):
-            tail = f"({COMMA}{item}{tail})?"
+            tail = _short(f"({COMMA}{item}{tail})?")
         more += tail
-    return f"{item}{more}" if least else f"({item}{more})?"
+    return _short(f"{item}{more}" if least else f"({item}{more})?")
 
 
 def _quoted(text: str) -> str:
     """Return a pattern that matches this text alone."""
-    return "".join(c if c.isalnum() or c in ' "_,:-' else f"\\{c}" for c in text)
+    _short(text)
+    return _short("".join(c if c.isalnum() or c in ' "_,:-' else f"\\{c}" for c in text))
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -262,14 +293,15 @@ def reads_tools(template: ChatTemplate) -> bool:
 
 def call_pattern(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return a regular expression for one call of one of these tools, arguments by its schema."""
-    parts = []
+    parts: list[str] = []
     for function in (tool["function"] for tool in tools):
+        _short("".join(parts))
         if function["name"] in names:
             schema = function.get("parameters") or {"type": "object", "properties": {}}
             arguments = json_pattern(schema)
             name = _quoted(json.dumps(function["name"]))
             parts.append(rf'\{{"name": {name}, "arguments": {arguments}\}}')
-    return f"{_quoted(OPEN)}{_either(parts)}{_quoted(CLOSE)}"
+    return _short(f"{_quoted(OPEN)}{_either(parts)}{_quoted(CLOSE)}")
 
 
 @dataclass(frozen=True, slots=True)

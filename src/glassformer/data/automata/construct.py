@@ -11,6 +11,7 @@ machine and the teacher disagree gives the next suffix (Rivest and Schapire). No
 the true machine.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,11 @@ FOREIGN = "^$]{}"  # special in `re`, not supported here
 DEEPEST = 50  # brackets within brackets
 MOST_STATES = 2_000
 WIDEST = 255  # from one end of a range to the other
+LONGEST_PATTERN = 20_000
+#: Steps of a construction: symbols of choices, moves followed, states met. About a second.
+MOST_WORK = 3_000_000
+#: States x kinds of symbols of the machine that is minimised, whose work grows a little faster.
+MOST_MOVES = 1 << 18
 
 
 def machine_of_regex(
@@ -30,35 +36,65 @@ def machine_of_regex(
     """Return the smallest machine whose strings may end exactly where they match; no dead ends.
 
     The default alphabet is the characters that occur in the pattern, in order; a blank may be one
-    of them with `spaces`, where symbols are written one behind another.
+    of them with `spaces`, where symbols are written one behind another. A pattern that needs too
+    much work or memory is refused: what is counted does not depend on the computer.
     """
+    if len(pattern) > LONGEST_PATTERN:
+        raise InputError(
+            f"a pattern of {len(pattern):,} characters", hint=f"at most {LONGEST_PATTERN:,}"
+        )
+    work = _Work()
     if not alphabet:
-        reader = _Parser(pattern, None, spaces=spaces)
+        reader = _Parser(pattern, None, work=work, spaces=spaces)
         reader.whole()
         alphabet = sorted(reader.named)
-    parser = _Parser(pattern, tuple(alphabet), spaces=spaces)
+    parser = _Parser(pattern, tuple(alphabet), work=work, spaces=spaces)
     start, end = parser.whole()
-    return _determinised(parser, start, end).trimmed().minimised()
+    return _determinised(parser, start, end, work)
+
+
+class _Work:
+    """The steps that a construction may still take."""
+
+    def __init__(self) -> None:
+        self.left = MOST_WORK
+
+    def take(self, steps: int) -> None:
+        """Count some steps; refuse the pattern if there are too many."""
+        self.left -= steps
+        if self.left < 0:
+            raise InputError(
+                f"the machine of the pattern takes more than {MOST_WORK:,} steps to build",
+                hint="fewer repetitions within repetitions, or shorter choices",
+            )
+
+
+#: The symbols that a move reads: those of the set, or with True all others.
+Label = tuple[bool, frozenset[str]]
 
 
 class _Parser:
     """A parser that reads a pattern once, left to right, and builds Thompson's machine on the way.
 
     A part is a pair of states, entered at the first and left at the second. `free[q]` are the moves
-    that read nothing, `moves[q]` those that read one of some characters.
+    that read nothing, `moves[q]` those that read one of some characters: the number of a label, of
+    which each is there once, and the next state.
     """
 
     def __init__(
-        self, pattern: str, alphabet: tuple[str, ...] | None, *, spaces: bool = False
+        self, pattern: str, alphabet: tuple[str, ...] | None, *, work: _Work, spaces: bool = False
     ) -> None:
         self.pattern = pattern
         self.place = 0
         self.depth = 0
         self.free: list[list[int]] = []
-        self.moves: list[tuple[frozenset[str], int] | None] = []
+        self.moves: list[tuple[int, int] | None] = []
+        self.labels: dict[Label, int] = {}
         self.named: set[str] = set()  # characters met so far
         self.open = alphabet is None  # a first reading, which only collects the characters
         self.alphabet = alphabet or ()
+        self.known = frozenset(self.alphabet)
+        self.work = work
         for symbol in self.alphabet:
             blank = symbol.isspace() and not (spaces and symbol == " ")
             if len(symbol) != 1 or blank:
@@ -135,12 +171,12 @@ class _Parser:
             return self.reads(self.choice())
         if character == ".":
             self.place += 1
-            return self.reads(frozenset(self.alphabet))
+            return self.reads((True, frozenset()))
         if character in ("*", "+", "?"):
             raise self.error(f"nothing before {character} to repeat")
-        return self.reads(frozenset(self.literal()))
+        return self.reads((False, frozenset(self.literal())))
 
-    def choice(self) -> frozenset[str]:
+    def choice(self) -> Label:
         """Parse [abc], [a-c], [^abc]."""
         opened = self.place
         self.place += 1
@@ -159,15 +195,16 @@ class _Parser:
                     raise self.error(f"the range {low}-{high} is empty")
                 if ord(high) - ord(low) > WIDEST:
                     raise self.error(f"the range {low}-{high} has more than {WIDEST} symbols")
+                self.work.take(ord(high) - ord(low))
                 members |= {chr(code) for code in range(ord(low), ord(high) + 1)}
             else:
                 members.add(low)
         self.place += 1
         self.named |= members
-        chosen = set(self.alphabet) - members if inverted else members & set(self.alphabet)
-        if not chosen and not self.open:
+        is_empty = self.known <= members if inverted else self.known.isdisjoint(members)
+        if is_empty and not self.open:
             raise self.error("a choice of no symbol")
-        return frozenset(chosen)
+        return inverted, frozenset(members)
 
     def member(self) -> str:
         """Parse one character between [ and ], where only \\ is special."""
@@ -192,7 +229,7 @@ class _Parser:
             character = self.peek()
             if character == "" or character.isalnum():
                 raise self.error(f"\\{character} is not known here")
-        if character not in self.alphabet and not self.open:
+        if character not in self.known and not self.open:
             raise self.error(f"'{character}' is not in the alphabet {' '.join(self.alphabet)}")
         self.place += 1
         self.named.add(character)
@@ -208,50 +245,123 @@ class _Parser:
         self.moves.append(None)
         return len(self.free) - 1
 
-    def reads(self, symbols: frozenset[str]) -> tuple[int, int]:
-        """Return a part that reads one of these."""
+    def reads(self, label: Label) -> tuple[int, int]:
+        """Return a part that reads one of a label's symbols."""
         start, end = self.state(), self.state()
-        self.moves[start] = (symbols, end)
+        if not self.open:
+            self.moves[start] = (self.labels.setdefault(label, len(self.labels)), end)
         return start, end
 
 
-def _determinised(parser: _Parser, start: int, end: int) -> Machine:
-    """Return the machine of the sets of states of a string; class 1 if the last one is in it."""
+def _kinds(parser: _Parser, work: _Work) -> tuple[list[int], list[list[int]]]:
+    """Return the kind of each symbol, and the kinds that each label reads.
 
-    def closed(states: set[int]) -> frozenset[int]:
-        waiting = list(states)
-        while waiting:
-            for following in parser.free[waiting.pop()]:
-                if following not in states:
-                    states.add(following)
-                    waiting.append(following)
-        return frozenset(states)
+    Symbols that every label reads or leaves together are of one kind, and are moved as one.
+    """
+    names: dict[str, list[int]] = {symbol: [] for symbol in parser.alphabet}
+    for (_, members), label in parser.labels.items():
+        work.take(len(members))
+        for symbol in members & parser.known:
+            names[symbol].append(label)
+    numbers: dict[tuple[int, ...], int] = {}
+    kind_of = {
+        symbol: numbers.setdefault(tuple(sorted(labels)), len(numbers))
+        for symbol, labels in names.items()
+    }
+    reads = []
+    for inverted, members in parser.labels:
+        named = {kind_of[symbol] for symbol in members & parser.known}
+        if inverted:
+            work.take(len(numbers))
+            named = set(range(len(numbers))) - named
+        reads.append(sorted(named))
+    return list(kind_of.values()), reads
 
-    begin = closed({start})
-    number = {begin: 0}
-    order = [begin]
-    table: list[tuple[int, ...]] = []
+
+def _determinised(parser: _Parser, start: int, end: int, work: _Work) -> Machine:
+    """Return the smallest machine of the sets of states of a string; class 1 if it may end.
+
+    A set is the states in it that read something, and the last one: the others follow from them.
+    """
+    kinds, reads = _kinds(parser, work)
+    n_kinds = max(kinds) + 1
+    number: dict[bytes, int] = {}
+    order: list[array[int]] = []
+
+    def numbered(targets: Iterable[int]) -> int:
+        seen = set(targets)
+        waiting = list(seen)
+        for state in waiting:  # grows while it is read
+            fresh = [one for one in parser.free[state] if one not in seen]
+            seen.update(fresh)
+            waiting += fresh
+        work.take(2 * len(waiting))
+        subset = array("I", sorted(q for q in seen if parser.moves[q] is not None or q == end))
+        key = subset.tobytes()
+        if key not in number:
+            number[key] = len(order)
+            order.append(subset)
+            if len(order) > MOST_STATES:
+                raise parser.error(f"the machine has more than {MOST_STATES} states")
+            if len(order) * n_kinds > MOST_MOVES:
+                raise InputError(
+                    f"the machine has more than {MOST_MOVES:,} states times kinds of symbols",
+                    hint="fewer different symbols, or a shorter pattern",
+                )
+        return number[key]
+
+    numbered([start])
+    table: list[list[int]] = []
     for subset in order:  # grows while it is read
-        row: list[int] = []
-        for symbol in parser.alphabet:
-            moves = (parser.moves[state] for state in subset)
-            reached = closed({move[1] for move in moves if move is not None and symbol in move[0]})
-            if not reached:
-                row.append(NOWHERE)
+        targets: dict[int, set[int]] = {}
+        for state in subset:
+            move = parser.moves[state]
+            if move is None:
                 continue
-            if reached not in number:
-                number[reached] = len(order)
-                order.append(reached)
-                if len(order) > MOST_STATES:
-                    raise parser.error(f"the machine has more than {MOST_STATES} states")
-            row.append(number[reached])
-        table.append(tuple(row))
+            work.take(len(reads[move[0]]))
+            for kind in reads[move[0]]:
+                targets.setdefault(kind, set()).add(move[1])
+        same: dict[frozenset[int], int] = {}  # kinds often lead to the same states
+        row = [NOWHERE] * n_kinds
+        work.take(n_kinds // 8)
+        for kind, those in targets.items():
+            key = frozenset(those)
+            if key not in same:
+                same[key] = numbered(key)
+            row[kind] = same[key]
+        table.append(row)
     accepted = tuple(end in subset for subset in order)
+    small = (
+        Machine(
+            alphabet=tuple(map(str, range(n_kinds))),
+            transitions=tuple(map(tuple, table)),
+            classes=tuple(map(int, accepted)),
+            ends=accepted,
+        )
+        .trimmed()
+        .minimised()
+    )
+    return _respelled(small, parser.alphabet, kinds, work)
+
+
+def _respelled(
+    small: Machine, alphabet: tuple[str, ...], kinds: Sequence[int], work: _Work
+) -> Machine:
+    """Return a machine over kinds as one over symbols, its states in breadth-first order again."""
+    work.take(small.n_states * len(alphabet) // 8)
+    rows = [tuple(row[kind] for kind in kinds) for row in small.transitions]
+    order = [small.start]
+    seen = {small.start}
+    for state in order:  # grows while it is read
+        fresh = [t for t in dict.fromkeys(rows[state]) if t != NOWHERE and t not in seen]
+        seen.update(fresh)
+        order += fresh
+    place = {state: number for number, state in enumerate(order)} | {NOWHERE: NOWHERE}
     return Machine(
-        alphabet=parser.alphabet,
-        transitions=tuple(table),
-        classes=tuple(map(int, accepted)),
-        ends=accepted,
+        alphabet=alphabet,
+        transitions=tuple(tuple(place[target] for target in rows[state]) for state in order),
+        classes=tuple(small.classes[state] for state in order),
+        ends=tuple(small.ends[state] for state in order),
     )
 
 
