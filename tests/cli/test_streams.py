@@ -124,12 +124,10 @@ def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "x.csv"
     target.write_bytes(b"old")
 
-    def torn(path, content):
-        with open(path, "wb") as file:
-            file.write(content[:1])
+    def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", torn)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(MachineError, match="No space"):
         write_file(target, b"new")
     assert target.read_bytes() == b"old" and os.listdir(tmp_path) == ["x.csv"]

@@ -1,10 +1,12 @@
 """`glass train`, `evaluate`, `list` and `lr-find` as a person or a script meets them."""
 
 import contextlib
+import errno
 import importlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 from glassformer.cli import main as command
 from glassformer.cli.shell.process import ending_at_once
+from glassformer.lab.api import train
 from glassformer.lab.recipes import RECIPES
 from glassformer.lab.runs.process import stopping
 from glassformer.spec.presets import PRESETS
@@ -242,6 +245,72 @@ def test_a_resumed_run_keeps_its_spec(glass, tmp_path):
     )
     assert code == 2
     assert "is not one of" in err
+
+
+def test_the_command_that_began_a_run_resumes_it(glass, tmp_path):
+    """From a config with settings of its own, which must all be given again."""
+    glass("train", "digits", "--steps=2", f"--runs={tmp_path}", *SMALL)
+    config = tmp_path / "digits" / "config.toml"
+    words = ("train", config, "--name=x", f"--runs={tmp_path}", "train.lr=0.5", "model.d_model=16")
+    assert glass(*words, "--steps=3")[0] == 0
+    assert glass(*words, "--steps=4", "--resume")[0] == 0
+    assert RunDirectory(tmp_path / "x").read_json("run.json")["step"] == 4
+    for other in (words[:-1], (*words, "train.clip=9")):
+        code, _, err = glass(*other, "--resume")
+        assert code == 2 and "is not one of" in err
+        assert f"glass train {tmp_path}/x/config.toml --name x --resume" in err
+    code, _, _ = glass(
+        *("train", tmp_path / "x" / "config.toml", "--name=x", f"--runs={tmp_path}", "--resume")
+    )
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"),
+    [
+        (("train", "digits", *SMALL), 2),
+        (("train", "digits", *SMALL, "--resume", "train.lr=0.5"), 2),
+        (("train", "reverse", "--name=digits", "--resume"), 2),
+        (("train", "digits", *SMALL, "--resume", "--overwrite"), 2),
+        (("evaluate", "digits@7"), 2),
+        (("runs", "tag", "digits", "a/b"), 2),
+        (("runs", "rename", "digits", "other"), 2),
+        (("report", "digits", "-o", "x.txt"), 2),
+        (("train", "digits", "--resume"), 3),
+    ],
+)
+def test_a_refused_command_changes_no_file_of_a_run(words, exit_code, run_of_two, glass, tmp_path):
+    runs = tmp_path / "runs"
+    shutil.copytree(run_of_two, runs)
+    shutil.copytree(run_of_two / "digits", runs / "other")
+    if exit_code == 3:  # found while the run is locked
+        (runs / "digits" / "probes" / "link").symlink_to(tmp_path)
+        (runs / "digits" / "alerts.jsonl").symlink_to(tmp_path / "elsewhere")
+    for path in [runs, *runs.rglob("*")]:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    assert glass(*words, "--runs", runs)[0] == exit_code
+    changed = [p for p in [runs, *runs.rglob("*")] if os.lstat(p).st_mtime != 0]
+    assert changed == []
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    train("digits", steps=2, runs=runs, overrides=SMALL, progress=False)
+    return runs
+
+
+def test_a_run_that_never_began_is_to_be_given_its_settings_again(glass, tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = ("train", "digits", "--steps=3", f"--runs={tmp_path}", *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        code, _, err = glass(*words)
+    assert code == 5 and "give the same command again" in err and "--resume" not in err
+    assert glass(*words)[0] == 0
+    assert not list((tmp_path / "digits").glob(".*"))
 
 
 def test_resume_with_nothing_there_starts_at_step_0_and_says_so(glass, tmp_path):

@@ -6,7 +6,6 @@ import sys
 
 from tests.contracts.test_docs import ROOT
 
-
 #: The environment of a user who has set nothing.
 ENV = {
     name: value

@@ -388,16 +388,16 @@ def test_a_full_disk_is_told_and_harms_nothing(after, two_runs, tmp_path, monkey
 def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     run = TrainingRun(sample("torch", "train.steps=3"), tmp_path / "run")
     run.prepare()
-    opened = Path.open
+    append = RunDirectory.append
 
     class Full(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def open_full(path: Path, *arguments, **options):
-        return Full() if path.name == "metrics.jsonl" else opened(path, *arguments, **options)
+    def open_full(directory: RunDirectory, path: Path):
+        return Full() if path.name == "metrics.jsonl" else append(directory, path)
 
-    monkeypatch.setattr(Path, "open", open_full)
+    monkeypatch.setattr(RunDirectory, "append", open_full)
     with pytest.raises(MachineError, match="No space left on device"):
         list(run.events())
 

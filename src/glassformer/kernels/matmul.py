@@ -27,6 +27,7 @@ from torch import Tensor
 from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
 from glassformer.kernels.threads import product_threads
+from glassformer.spec.disk import replace_file
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 
 # B rows, I inputs, O outputs, P tiles of columns
@@ -252,10 +253,8 @@ class Choices:
     def write(self, path: Path) -> None:
         """Write the choices as JSON, with the machine that they are valid for."""
         content = {"format": FORMAT, "machine": machine(), "choices": self.known}
-        beside = path.with_name(path.name + ".new")
         try:
-            beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            beside.replace(path)
+            replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
         except OSError as error:
             raise MachineError(f"cannot write the choices: {error}", where=str(path)) from error
 

@@ -209,12 +209,15 @@ def begin(run: TrainingRun, *, resume: bool, overwrite: bool) -> list[str]:
 
 
 def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str]) -> RunSpec:
-    """Return the spec that the run has; only its number of steps may change when it goes on."""
+    """Return the spec that the run has; only its number of steps may change when it goes on.
+
+    What the run was begun with is it; so is a config with all of its settings, such as its own.
+    """
     spec = load_run_spec(RunDirectory(folder))
-    if isinstance(what, RunSpec):
-        same = spec_hash(what) == spec_hash(spec)
-    elif is_config(what):
-        same = spec_hash(read_config(Path(what))) == spec_hash(spec)
+    if isinstance(what, RunSpec) or is_config(what):
+        begun = what if isinstance(what, RunSpec) else read_config(Path(what))
+        given = (begun, override_parts(begun, overrides))
+        same = any(spec_hash(each) == spec_hash(spec) for each in given)
     else:
         same = trains_on(str(what), spec.task)
         overrides = spelled_out(overrides) if what == FINETUNE else overrides
@@ -225,7 +228,9 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
         title = "this spec" if isinstance(what, RunSpec) else what
         raise InputError(
             f"the run {folder.name} is not one of {title}",
-            hint="resume it by its own task or config, or start a run of another {--name|name}",
+            hint=f"{{glass train {folder}/config.toml --name {folder.name} --resume|"
+            f'gf.train("{folder}/config.toml", name="{folder.name}", resume=True)}} goes on with '
+            "it; another {--name|name} starts a run of its own",
         )
     other = [text for text in overrides if not text.startswith("train.steps=")]
     if override_parts(spec, other) != spec:

@@ -6,7 +6,6 @@ with the runs' cache for a day.
 """
 
 import json
-import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import duration
 from glassformer.lab.show import model_lines, training_lines
-from glassformer.spec.errors import InputError
+from glassformer.spec.disk import make_folder, replace_file
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.train import RunSpec
@@ -101,11 +101,9 @@ def _rates(device: str, cache: Path) -> Rates:
 
     rates = calibrate(device=device, seconds=MEASURED_SECONDS)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(to_json(rates), encoding="utf-8")
-        beside.replace(file)
-    except OSError:
+        make_folder(cache, below=cache)
+        replace_file(file, to_json(rates).encode())
+    except (OSError, FileError):
         pass  # a folder that cannot be written to keeps no rates
     return rates
 

@@ -9,14 +9,13 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from glassformer.spec.disk import create, folder_beside, make_folder, rename, sync_folder
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import Quantization, from_record, stored_tensors, to_record
@@ -50,56 +49,42 @@ TEXT_LIMIT = 10_000_000
 @contextlib.contextmanager
 def publishing(folder: Path, *, size: int, what: str = "folder") -> Iterator[Path]:
     """Yield a temporary folder that becomes this one when the block ends; an error removes it."""
-    with _beside(folder, size=size, what=what) as beside:
+    with _told(folder, size=size, what=what), folder_beside(folder) as beside:
         yield beside
         for inner in {path.parent for path in beside.rglob("*")} | {beside}:
-            _sync_folder(inner)
-        beside.rename(folder)
-        _sync_folder(folder.parent)
+            sync_folder(inner)
+        rename(beside, folder)
 
 
 @contextlib.contextmanager
 def publishing_file(file: Path, *, size: int) -> Iterator[Path]:
     """Yield a temporary path for a single file, which the block has to sync."""
-    with _beside(file, size=size, what="file") as beside:
+    with _told(file, size=size, what="file"), folder_beside(file) as beside:
         yield beside / file.name
-        (beside / file.name).rename(file)
-        _sync_folder(file.parent)
+        rename(beside / file.name, file)
 
 
 @contextlib.contextmanager
-def _beside(folder: Path, *, size: int, what: str) -> Iterator[Path]:
-    beside = folder.parent / f".tmp-{folder.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+def _told(path: Path, *, size: int, what: str) -> Iterator[None]:
+    """Report what the system refuses as an error of the machine."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside.mkdir()
-        yield beside
+        yield
     except OSError as error:
         raise MachineError(
             f"could not write the {what}: {error.strerror}",
-            where=str(folder),
+            where=str(path),
             hint=f"it needs {size:,} bytes; what was there before is untouched",
         ) from error
-    finally:  # an interrupt too; once renamed, there is nothing left to remove
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file of these pieces; it is on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    make_folder(path.parent)
+    with create(path) as file:
         for chunk in chunks:
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -8,23 +8,34 @@ checkpoints/       step-000120/ and so on; `best` and `last` name one each
 eval/              results by split
 samples/           what a language model wrote at each evaluation
 probes/            attention, lens and norms of a few fixed examples at evaluations
-lock               held by the one writer
+lock               held by the one writer, whose process id it holds
+
+Nothing is written through a link: a folder or a log of the run that is one is refused by name.
 
 References to a run and one of its checkpoints: `RUN`, `RUN@last`, `RUN@120`.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from glassformer.spec.disk import (
+    check_own,
+    is_named,
+    make_folder,
+    open_own,
+    remove,
+    replace_file,
+    sync_folder,
+)
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
@@ -50,6 +61,14 @@ def cache_folder(runs: Path) -> Path:
     return runs / ".cache"
 
 
+#: Errors of a folder that is not ours to write to, which more room would not help.
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+
+#: Folders of a run or a sweep, and the files that are written at their end.
+FOLDERS = ("checkpoints", "eval", "probes", "runs", "samples", "tensorboard")
+LOGS = ("lock", "metrics.jsonl", "alerts.jsonl", "results.jsonl")
+
+
 class RunDirectory:
     """The files of one run, by their meaning. Without `writes`, nothing of it is ever changed."""
 
@@ -59,38 +78,78 @@ class RunDirectory:
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
         self.alerts = folder / "alerts.jsonl"
+        self._lock: int | None = None  # until the process id is in it
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for one writer; the lock is the kernel's, so a killed writer leaves none."""
+        """Lock the run for one writer; the lock is the kernel's, so a killed writer leaves none.
+
+        In the lock of a run, the process id is written with the first change: a command that is
+        refused changes nothing.
+        """
         if not self.writes:
             yield
             return
         with self.writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            opened = (self.folder / "lock").open("a+")
-        with opened as file:
-            try:
-                self._take_lock(file)
-            except BlockingIOError as error:
-                raise self._held_by(file) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            was_there, had_lock = self.folder.exists(), os.path.lexists(self.folder / "lock")
+            self._make_folder()
+            for name in (*FOLDERS, *LOGS):
+                check_own(self.folder / name)
+            handle = self._taken()
+            if not any((self.folder / name).exists() for name in ("run.json", "sweep.json")):
+                _sign(handle)
+        self._lock = handle
+        try:
             yield
+        finally:
+            if self._lock is not None and not had_lock:  # nothing was changed
+                with contextlib.suppress(OSError):
+                    (self.folder / "lock").unlink()
+                    if not was_there:
+                        self.folder.rmdir()
+            self._lock = None
+            os.close(handle)
+
+    def _taken(self) -> int:
+        """Return the locked file; another process may remove one that it made and did not need."""
+        path = self.folder / "lock"
+        while True:
+            handle = open_own(path, os.O_RDWR | os.O_CREAT)
+            try:
+                self._take_lock(handle)
+            except BlockingIOError as error:
+                os.close(handle)
+                raise self._held_by() from error
+            except OSError as error:
+                os.close(handle)
+                raise MachineError(
+                    f"the file system has no locks: {error.strerror}",
+                    where=str(self.folder),
+                    hint="keep runs on a disk of this machine: {--runs|runs} names the folder",
+                ) from error
+            if is_named(handle, path):
+                return handle
+            os.close(handle)
 
     @staticmethod
-    def _take_lock(file: TextIO) -> None:
+    def _take_lock(handle: int) -> None:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # perhaps a process that only checks the lock
             time.sleep(0.1)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def _held_by(self, file: TextIO) -> MachineError:
-        file.seek(0)
+    def _held_by(self) -> MachineError:
+        number = None
+        with contextlib.suppress(OSError, FileError):
+            handle = open_own(self.folder / "lock", os.O_RDONLY)
+            try:
+                number = plain_digits(os.read(handle, 20).decode("ascii", "replace").strip())
+            finally:
+                os.close(handle)
+        is_known = number is not None and _lives(number)  # else that of the last writer
         return MachineError(
-            f"another process (id {file.read().strip() or 'unknown'}) is writing this run",
+            f"another process (id {number if is_known else 'unknown'}) is writing this run",
             where=str(self.folder),
             hint="wait for it, or choose another {--name|name}",
         )
@@ -98,19 +157,21 @@ class RunDirectory:
     def check_free(self) -> None:
         """Raise where a live process writes this run: before seconds are spent on building it."""
         if self.held():
-            with (self.folder / "lock").open() as file:
-                raise self._held_by(file)
+            raise self._held_by()
 
     def held(self) -> bool:
         """Return True if a live process writes this run; the kernel frees a dead one's lock."""
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            opened = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened = os.open(self.folder / "lock", flags)
         except OSError:
             return False
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # a file system without locks, where nothing is written
+            return False
         finally:
             os.close(opened)
         return False
@@ -124,27 +185,62 @@ class RunDirectory:
             raise MachineError(
                 f"could not write the run: {error.strerror or error}",
                 where=str(self.folder),
-                hint="make room and go on with {--resume|resume=True}; earlier checkpoints are "
-                "untouched",
+                hint=self._hint(error.errno),
             ) from error
 
+    def _hint(self, number: int | None) -> str:
+        if number in _NOT_WRITABLE:
+            return "the folder must be yours to write to, or {--runs|runs} names another"
+        if not (self.folder / "config.json").exists():
+            return "nothing was begun: make room, and give the same command again"
+        return "make room and go on with {--resume|resume=True}; earlier checkpoints are untouched"
+
+    def _make_folder(self, folder: Path | None = None) -> None:
+        """Make a folder of the run; one that is a link is refused, and so is the run's own."""
+        make_folder(self.folder if folder is None else folder, below=self.folder)
+
+    def changing(self, path: Path) -> Path:
+        """Return a path of the run that is about to be changed; its folder is there, and no link.
+
+        The first change puts the process id into the lock.
+        """
+        self._make_folder(path.parent)
+        if self._lock is not None:
+            _sign(self._lock)
+            self._lock = None
+        return path
+
     def write(self, name: str, data: str | bytes) -> None:
-        """Replace a small file atomically: write a temporary one, sync, rename."""
+        """Replace a small file atomically: write a temporary one, sync, rename, sync."""
         if not self.writes:
             return
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.tmp")
         with self.writing():
-            with beside.open("wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.rename(path)
+            path = self.changing(self.folder / name)
+            replace_file(path, data.encode() if isinstance(data, str) else data)
 
     def append(self, path: Path) -> TextIO:
         """Open a log of the run to write at its end."""
-        return (path if self.writes else Path(os.devnull)).open("a", encoding="utf-8")
+        if not self.writes:
+            return open(os.devnull, "a", encoding="utf-8")
+        is_new = not path.exists()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        file = os.fdopen(open_own(self.changing(path), flags), "a", encoding="utf-8")
+        if is_new:
+            sync_folder(path.parent)
+        return file
+
+    def sync(self, log: TextIO) -> None:
+        """Put what was written to a log on the disk."""
+        log.flush()
+        if self.writes:
+            os.fsync(log.fileno())
+
+    def remove(self, *names: str) -> None:
+        """Remove files and folders of the run, with all that they hold."""
+        if self.writes:
+            with self.writing():
+                for name in names:
+                    remove(self.changing(self.folder / name))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file; a number that is not finite becomes a string."""
@@ -231,15 +327,35 @@ class RunDirectory:
         kept = {*self.steps()[-keep:], self.pointed("best"), self.pointed("last")}
         for step in self.steps():
             if step not in kept:
-                shutil.rmtree(self.step_folder(step))
+                remove(self.changing(self.step_folder(step)))
         for stray in self.checkpoints.glob(".tmp-*"):
-            shutil.rmtree(stray, ignore_errors=True)
+            remove(self.changing(stray))
 
     def cut(self, path: Path, size: int) -> None:
         """Truncate a log to its length when a checkpoint was written."""
         if self.writes and path.exists() and path.stat().st_size > size:
-            with path.open("r+b") as file:
-                file.truncate(size)
+            handle = open_own(self.changing(path), os.O_WRONLY)
+            try:
+                os.ftruncate(handle, size)
+            finally:
+                os.close(handle)
+
+
+def _sign(lock: int) -> None:
+    """Write this process's id into the lock."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+
+
+def _lives(number: int) -> bool:
+    """Return True if there is a process of this id."""
+    try:
+        os.kill(number, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return number > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ PEFT that would change the computation, and that we do not support, is refused b
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from glassformer.models.model import Model, dtype_of, load_weights, weights_hash
 from glassformer.nn.linear import apply_lora, merge
 from glassformer.quant.contents import is_model_quantized
 from glassformer.quant.convert import dequantize_model
+from glassformer.spec.disk import make_folder, replace_file
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -168,11 +170,11 @@ def save_adapter(model: Model, lora: LoRA, folder: str | Path, *, base: str = ""
     place = Path(folder)
     arrays = weights_of(model, rules=lora_manifest(model.spec, lora))
     files = peft_files(model.spec, lora, arrays, base=base)
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     for name, data in files.items():
-        if (place / name).exists():
+        if os.path.lexists(place / name):
             raise InputError(f"{place / name} exists", hint="choose another folder")
-        (place / name).write_bytes(data)
+        replace_file(place / name, data)
     return place
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import typer
 
+from glassformer.spec.disk import replace_file
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.units import CONTROL, visible
 
@@ -169,16 +170,12 @@ def write_file(path: Path, content: bytes) -> None:
         raise InputError(
             "cannot be written: it is a folder", where=str(path), hint="name a file in it"
         )
-    beside = target.with_name(f".{target.name[:200]}.tmp")
     try:
         if target.exists() and not target.is_file():  # a device, a pipe
             target.write_bytes(content)
         else:
-            beside.write_bytes(content)
-            beside.replace(target)
+            replace_file(target, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         what = f"cannot be written: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise MachineError(what, where=str(path), hint="make room") from error

@@ -39,12 +39,12 @@ from glassformer.data.corpus.shards import (
     is_prepared,
     read_index,
     verify_shards,
-    write_file,
 )
 from glassformer.data.tasks.text import learning_lines
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer
+from glassformer.spec.disk import make_folder, replace_file
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import to_dict
 from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
@@ -113,7 +113,7 @@ def preparing(
         if plan is None:
             _check_empty(folder)
             tokenizer, plan = yield from _planned(found, spec, request, tokenizer)
-            write_file(folder / TOKENIZER, tokenizer.to_json())
+            replace_file(folder / TOKENIZER, tokenizer.to_json().encode())
             append_line(folder / JOURNAL, json.dumps(_plan_dict(plan)))
         else:
             tokenizer = _chosen(folder, plan)
@@ -178,7 +178,7 @@ def _check_empty(folder: Path) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder for one writer; the lock is the kernel's, so a killed writer leaves none."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise MachineError(
@@ -261,7 +261,7 @@ def _begun(folder: Path, request: Mapping[str, Any]) -> tuple[_Plan | None, list
         ) from error
     _check_request(plan.request, request, folder)
     if torn:
-        write_file(path, "".join(f"{line}\n" for line in lines))
+        replace_file(path, "".join(f"{line}\n" for line in lines).encode())
     return plan, units
 
 
@@ -565,5 +565,5 @@ def _finish(folder: Path, plan: _Plan, tokenizer: Tokenizer, units: Sequence[_Un
         sample=plan.sample,
         shards=shards,
     )
-    write_file(folder / INDEX, index.to_json())
+    replace_file(folder / INDEX, index.to_json().encode())
     _remove_strays(folder)

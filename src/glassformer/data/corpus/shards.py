@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.disk import create, open_own, sync_folder
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.serialize import unique_keys
 
@@ -100,7 +101,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self._folder, self.name, self._dtype = folder, name, _DTYPES[dtype]
-        self._file: IO[bytes] = (folder / f".{name}.bin.tmp").open("wb")
+        self._file: IO[bytes] = create(folder / f".{name}.bin.tmp")
         self._hash, self._waiting = hashlib.sha256(), bytearray()
         self._ends = array("Q")  # eight bytes each: a shard may hold millions
         self._sums: list[bytes] = []
@@ -129,7 +130,7 @@ class ShardWriter:
         ends = np.array(self._ends, dtype="<u8").tobytes()
         for ending, data in (("ends", ends), ("sums", b"".join(self._sums))):
             hashes[ending] = hashlib.sha256(data).hexdigest()
-            with (self._folder / f".{self.name}.{ending}.tmp").open("wb") as file:
+            with create(self._folder / f".{self.name}.{ending}.tmp") as file:
                 file.write(data)
                 _sync(file)
         for ending in ENDINGS:
@@ -154,35 +155,19 @@ def block_sum(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:SUM]
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a small file: a kill at any moment leaves the old one or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("wb") as file:
-        file.write(text.encode("utf-8"))
-        _sync(file)
-    beside.rename(path)
-    sync_folder(path.parent)
-
-
 def append_line(path: Path, text: str) -> None:
     """Append a line to a file; it is on the disk when this returns."""
-    with path.open("ab") as file:
+    is_new = not path.exists()
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(text.encode("utf-8") + b"\n")
         _sync(file)
+    if is_new:
+        sync_folder(path.parent)
 
 
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- the index ------------------------------------------------------------------------------------

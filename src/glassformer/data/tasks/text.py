@@ -27,6 +27,7 @@ from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer
 from glassformer.spec import presets
+from glassformer.spec.disk import folder_beside, make_folder, rename, sync_tree
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnTokenizer
@@ -403,15 +404,14 @@ def _stored(
 ) -> dict[str, NDArray[Any]]:
     """Write a folder beside and rename it, so that a folder that exists is complete."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
-            beside = Path(name) / folder.name
-            beside.mkdir()
+        make_folder(folder.parent, below=folder.parent)
+        with folder_beside(folder) as beside:
             for split, array in arrays.items():
                 np.save(beside / f"{split}.npy", array, allow_pickle=False)
             (beside / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
             if not folder.exists():  # else another process was faster; its folder is the same
-                beside.rename(folder)
+                sync_tree(beside)
+                rename(beside, folder)
     except OSError as error:
         if not (folder / "tokenizer.json").is_file():  # no other process wrote it
             raise MachineError(

@@ -26,9 +26,9 @@ from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
 from glassformer.models.model import Model
 from glassformer.spec.decoding import KVCache
+from glassformer.spec.disk import make_folder, replace_file
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.serialize import to_json
-from glassformer.store.checkpoint import write_synced
 from glassformer.store.tensors import read_metadata, read_tensors, tensor_bytes
 
 FORMAT = "glassformer-prompt-1"
@@ -91,14 +91,14 @@ class PromptCache:
         name = f"{self.model}-{hashlib.sha256(ids.encode()).hexdigest()[:32]}{SUFFIX}"
         about = {"format": FORMAT, "model": self.model, "tokens": ids, "sha256": _digest(pages)}
         before = self._entries()
-        beside = self.folder / f".{name}.{os.getpid()}"
         try:
-            write_synced(beside, [tensor_bytes({"pages": pages.view(self.kind)}, metadata=about)])
-            beside.replace(self.folder / name)
+            make_folder(self.folder)
+            data = tensor_bytes({"pages": pages.view(self.kind)}, metadata=about)
+            replace_file(self.folder / name, data)
         except OSError as error:
-            raise MachineError(f"the prompt cannot be kept: {error}", where=str(beside)) from error
-        finally:
-            beside.unlink(missing_ok=True)
+            raise MachineError(
+                f"the prompt cannot be kept: {error.strerror}", where=str(self.folder / name)
+            ) from error
         contained = [
             entry
             for entry in before

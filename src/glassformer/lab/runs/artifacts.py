@@ -67,8 +67,8 @@ def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_si
     most = CAP // max_bytes(probes, vocab_size)
     stay = kept_steps(probes.step, every=every, most=most)
     for step, file in probe_files(directory).items():
-        if step not in stay and directory.writes:
-            file.unlink()
+        if step not in stay:
+            directory.remove(f"{FOLDER}/{file.name}")
     directory.write(f"{FOLDER}/{STEP.format(probes.step)}.safetensors", probes.to_bytes())
 
 
@@ -82,8 +82,8 @@ def probe_files(directory: RunDirectory) -> dict[int, Path]:
 def forget_probes(directory: RunDirectory, *, after: int) -> None:
     """Remove the probes that a resumed run will record again."""
     for step, file in probe_files(directory).items():
-        if step > after and directory.writes:
-            file.unlink()
+        if step > after:
+            directory.remove(f"{FOLDER}/{file.name}")
 
 
 def kept_steps(step: int, *, every: int, most: int) -> set[int]:

@@ -9,6 +9,7 @@ TensorBoard events are written if that package is installed, to a file that name
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ import numpy as np
 from glassformer.data.task import Task
 from glassformer.lab.show import toml_text
 from glassformer.spec import tasks
+from glassformer.spec.disk import create
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.own import OwnTask
 from glassformer.spec.serialize import from_json, json_numbers, to_dict
@@ -82,16 +84,17 @@ EVERY = 10
 class Board:
     """Scalars by tag and step, for TensorBoard; does nothing if it is not installed."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, directory: RunDirectory) -> None:
         self.writer: Any = None
-        if folder is None or importlib.util.find_spec("tensorboard") is None:
+        if not directory.writes or importlib.util.find_spec("tensorboard") is None:
             return
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard's own writer puts the host's name into the file's; readers ignore it.
-        number = len(list(folder.glob("events.out.tfevents.*")))
-        self.writer = RecordWriter((folder / f"events.out.tfevents.{number:06d}").open("wb"))
+        number, folder = 0, directory.folder / "tensorboard"
+        while os.path.lexists(path := folder / f"events.out.tfevents.{number:06d}"):
+            number += 1
+        self.writer = RecordWriter(create(directory.changing(path)))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write points of some curves at this step."""

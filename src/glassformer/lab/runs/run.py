@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -60,7 +59,7 @@ from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
 from glassformer.store.checkpoint import Contents
-from glassformer.store.rundir import RunDirectory, cache_folder
+from glassformer.store.rundir import FOLDERS, LOGS, RunDirectory, cache_folder
 from glassformer.store.tensors import Deferred, TensorPieces, read_tensors
 from glassformer.training.distributed import DistributedEngine
 from glassformer.training.engine import Array
@@ -236,10 +235,7 @@ class TrainingRun:
                     hint="{--resume|resume=True} goes on with it, {--overwrite|overwrite=True} "
                     "starts anew, {--name|name} gives another",
                 )
-            for name in ("checkpoints", "eval", "probes", "samples", "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "alerts.jsonl", "run.json"):
-                (folder / name).unlink(missing_ok=True)
+            self.directory.remove(*FOLDERS, *LOGS[1:], "run.json")
         self._write_config()
         self._record("running")
 
@@ -257,6 +253,7 @@ class TrainingRun:
             self.directory.cut(self.directory.metrics, 0)
             self.directory.cut(self.directory.alerts, 0)
             forget_probes(self.directory, after=0)
+            self._write_config()  # a kill may have come before it was complete
             return notes
         folder = self.directory.step_folder(step)
         weights = read_checkpoint(folder, self.spec)
@@ -345,10 +342,9 @@ class TrainingRun:
         with self.directory.writing(), contextlib.ExitStack() as files:
             self._record("running")
             if not self.has_ended:
-                board = self.directory.folder / "tensorboard" if self.directory.writes else None
                 self.writer = writer or files.enter_context(ThreadPoolExecutor(1))
                 self.log = files.enter_context(self.directory.append(self.directory.metrics))
-                self.board = files.enter_context(Board(board))
+                self.board = files.enter_context(Board(self.directory))
             yield
             files.close()
             unfinished = self.progress.step < self.spec.train.steps and not self._gave_up()
@@ -387,7 +383,7 @@ class TrainingRun:
             last |= self._gave_up()
             save |= last or evaluated.best
         if save:
-            log.flush()
+            self.directory.sync(log)  # a checkpoint says how long it is
             yield from self._save()
         self.has_ended = last
 
@@ -501,6 +497,7 @@ class TrainingRun:
     def _alert(self, step: int, kind: str, message: str) -> Alert:
         with self.directory.append(self.directory.alerts) as log:
             log.write(json.dumps({"step": step, "kind": kind, "message": message}) + "\n")
+            self.directory.sync(log)
         return Alert(step, kind, message)
 
     def _save(self) -> Iterator[Saved]:
@@ -560,8 +557,8 @@ class TrainingRun:
                 "run.json": to_json(self.spec).encode(),
                 **self.files,
             }
-            if folder.exists():  # left by this run before it was resumed, and damaged
-                shutil.rmtree(folder)
+            # one that was left by this run before it was resumed, and is damaged
+            directory.remove(f"checkpoints/{folder.name}")
             write_checkpoint(folder, self.spec, weights, files=files)
             directory.point("last", step)
             if best:

@@ -14,13 +14,13 @@ import math
 import operator
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from glassformer.spec.disk import remove, rename
 from glassformer.spec.errors import FileError, GlassError, InputError, MachineError, nearest
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import from_dict
@@ -551,7 +551,7 @@ def rename_run(name: str, to: str, *, folder: str | Path = "runs") -> Path:
     if new.exists():
         raise InputError(f"there is a {to} already", where=str(new), hint="another name")
     with RunDirectory(place).writing():
-        place.rename(new)
+        rename(place, new)
     return new
 
 
@@ -582,7 +582,7 @@ def delete_runs(names: Iterable[str], *, folder: str | Path = "runs") -> list[Pa
     places = [_own_run(name, Path(folder)) for name in names]
     for place in places:
         with RunDirectory(place).writing():
-            shutil.rmtree(place)
+            remove(place)
     return places
 
 

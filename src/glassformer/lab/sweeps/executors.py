@@ -34,6 +34,7 @@ from glassformer.kernels.threads import taking
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
 from glassformer.lab.runs.table import number, read_record
+from glassformer.spec.disk import folder_beside, remove, rename, sync_tree
 from glassformer.spec.errors import DivergedError, FileError, GlassError, InputError, MachineError
 from glassformer.spec.own import allow_own_code
 from glassformer.spec.serialize import from_dict, json_numbers, to_dict
@@ -245,7 +246,6 @@ def train_job(job: Job, *, stop: Stop = lambda: False) -> Generator[Stepped, Non
 
 def record_failure(job: Job, why: str) -> Result:
     """Leave the reason in the run's folder: a failed run is not begun again."""
-    job.folder.mkdir(parents=True, exist_ok=True)
     RunDirectory(job.folder).write_json(FAILED, {"why": why[:500]})
     return Result(name=job.name, status="failed", why=why[:500])
 
@@ -679,13 +679,12 @@ def _packed(folder: Path) -> bytes:
 
 def _unpack(data: bytes, folder: Path) -> None:
     """Put a run's folder in place in one rename: a kill leaves the old one or the new one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        archive.extractall(beside, filter="data")
-    if folder.exists():
-        shutil.rmtree(folder)
-    beside.rename(folder)
+    with folder_beside(folder) as beside:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(beside, filter="data")
+        sync_tree(beside)
+        remove(folder)
+        rename(beside, folder)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -144,8 +143,9 @@ class Sweep:
         """Write the plan; refuse a folder that holds another sweep."""
         if (self.path / "sweep.json").is_file():
             if overwrite:
-                for name in ("runs", "results.jsonl", "table.csv", "ranking.json", "report.html"):
-                    _remove(self.path / name)
+                self.directory.remove(
+                    "runs", "results.jsonl", "table.csv", "ranking.json", "report.html"
+                )
             elif not resume:
                 raise InputError(
                     f"the sweep {self.path.name} exists",
@@ -203,8 +203,9 @@ class Sweep:
     def keep(self, result: Result) -> None:
         """Keep a result, in memory and in the list of results."""
         self.results[result.name] = result
-        with (self.path / "results.jsonl").open("a", encoding="utf-8") as file:
+        with self.directory.append(self.path / "results.jsonl") as file:
             file.write(json.dumps(json_numbers(result.to_dict())) + "\n")
+            self.directory.sync(file)
 
     def _write_results(self) -> None:
         lines = (json.dumps(json_numbers(r.to_dict())) + "\n" for r in self.results.values())
@@ -219,13 +220,6 @@ class Sweep:
         curves = {row.cell: mean_curve(self.plan, self.results, row.cell) for row in found.rows}
         text = report.html(self.plan, found, self.results, curves, title=title)
         self.directory.write("report.html", text)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _difference(ours: Plan, theirs: Plan) -> str:
