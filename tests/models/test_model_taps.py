@@ -54,6 +54,26 @@ def test_residual_taps_obey_the_blocks_equations(model):
     close(seen[f"{at}attn.heads"], seen[f"{at}attn.weights"] @ seen[f"{at}attn.v"])
 
 
+def test_traces_within_each_other_add_up(model):
+    """Edits from the outside in; every block reads what all of them leave."""
+    at, twice = "blocks.0.resid_post", {"blocks.0.resid_post": lambda x: 2 * x}
+    with trace(model, read=at) as plain:
+        model(TOKENS)
+    with trace(model, read=at, edit={at: lambda x: x + 1}) as outer:
+        with trace(model, edit=twice), trace(model, read="embed") as inner:
+            explicit = Taps(read=at)
+            model(TOKENS, taps=explicit)
+        expected = 2 * (plain[at] + 1)
+        torch.testing.assert_close(outer[at], expected)
+        assert explicit.seen[at] is outer[at] and set(inner) == {"embed"}
+        model(TOKENS)  # the inner blocks have ended
+        torch.testing.assert_close(outer[at], plain[at] + 1)
+        with trace(model, read=at, gradients=True) as followed:
+            model(TOKENS)["next"].sum().backward()
+        assert followed[at].grad is not None
+    assert model.scoped_taps is None
+
+
 def test_an_edit_replaces_what_the_model_goes_on_with(model):
     new = noise(B, T, D_MODEL, seed=3)
     with trace(model, read="*", edit={"blocks.0.resid_post": new}) as seen:

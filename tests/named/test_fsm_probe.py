@@ -1,8 +1,12 @@
 """Source 000's contract: `ModelConfig`, `SingleLayerTransformer`, capture."""
 
+import dataclasses
+
 import pytest
 import torch
 
+import glassformer as gf
+from glassformer.named import fsm_probe
 from glassformer.named.fsm_probe import ModelConfig, SingleLayerTransformer, add_positional, capture
 from glassformer.nn.position import sinusoids
 from glassformer.spec.errors import InputError
@@ -115,6 +119,62 @@ def test_capture_fills_a_plain_dict_and_leaves_nothing():
     model(tokens, mask)
     assert seen == {}
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_capture_sees_every_forward_whatever_else_looks():
+    model = SingleLayerTransformer(config())
+    tokens, mask = batch()
+
+    def full(seen):
+        return set(seen) == {"attn", "hidden_pre", "hidden_post"}
+
+    with capture(model) as outer:
+        gf.inspect(model, [1, 2, 3])
+        assert full(outer) and outer["attn"].shape == (1, 3, 3, 3)
+        with capture(model) as inner:
+            expected = model(tokens, mask, return_attn=True)["attn"]
+        assert full(inner) and torch.equal(inner["attn"], expected)
+        assert all(torch.equal(outer[name], inner[name]) for name in outer)
+        with gf.trace(model, read="blocks.0.resid_post") as seen:
+            model(tokens[:1])
+        assert outer["hidden_post"] is seen["blocks.0.resid_post"]
+        assert len(inner["attn"]) == len(tokens)  # its block has ended
+    with gf.trace(model, read="blocks.0.attn.weights") as seen, capture(model) as inside:
+        model(tokens, mask)
+    assert seen["blocks.0.attn.weights"] is inside["attn"]
+    assert model.scoped_taps is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"l1_u": -1.0, "factorized_embedding": True, "factor_rank": 2}, "l1_u -1.0"),
+        ({"l1_u": 0.5}, "l1_u=0.5 without U"),
+        ({"l1_u": float("nan"), "factorized_embedding": True, "factor_rank": 2}, "l1_u nan"),
+        ({"l1_u": "much"}, "l1_u 'much'"),
+        ({"tie_weights": "no"}, "tie_weights='no'"),
+        ({"tie_weights": 1}, "tie_weights=1"),
+        ({"factorized_embedding": "yes", "factor_rank": 2}, "factorized_embedding='yes'"),
+        ({"factorized_embedding": True, "factor_rank": 0}, "factor_rank 0"),
+        ({"factor_rank": 2}, "give both or neither"),
+        ({"n_heads": 0}, "n_heads 0"),
+        ({"dropout": 1.0}, "dropout 1.0"),
+        ({"dropout": "0.1"}, "dropout"),
+    ],
+)
+def test_a_field_that_would_do_nothing_or_something_else_raises(changes, message):
+    with pytest.raises(gf.GlassError, match=message):
+        config(**changes)
+
+
+def test_every_field_and_forward_is_described():
+    for field in dataclasses.fields(fsm_probe.ModelConfig):
+        assert f"\n    {field.name} " in fsm_probe.ModelConfig.__doc__
+    for name in fsm_probe.__all__:
+        assert getattr(fsm_probe, name).__doc__
+    for part in ("CausalSelfAttention", "PositionalEncoding", "TransformerBlock"):
+        assert "(B, T, d_model)" in getattr(fsm_probe, part).forward.__doc__
+    assert "attn_mask_bxt" in SingleLayerTransformer.forward.__doc__
 
 
 def test_the_same_seed_gives_the_same_model_and_output():

@@ -97,7 +97,7 @@ def capture(model: Model, inputs: Inputs, *, ablate: Sequence[HeadName] = ()) ->
     taps = Taps(read=read, edit=edits_by_tap(ablations(spec, ablate)))
     taps.check(spec)
     with eval_mode(model):
-        hidden_BTD = model.hidden(inputs, taps=taps)
+        hidden_BTD = model.hidden(inputs, taps=taps.within(model.scoped_taps))
     return Capture(inputs, {name: x[0] for name, x in taps.seen.items()}, hidden_BTD[0])
 
 

@@ -129,9 +129,9 @@ class Model(Specified, ABC):
         taps: Taps | None = None,
     ) -> dict[str, Tensor]:
         """Return logits by head."""
-        taps = self.scoped_taps if taps is None else taps
         if taps is not None:
             taps.check(self.spec)
+        taps = self.scoped_taps if taps is None else taps.within(self.scoped_taps)
         if cache is not None and cache.length:
             self._check_continuation()
         inputs = self.inputs(batch, cache=cache)

@@ -15,10 +15,10 @@ loss. Parts stand alone, for tests and for reading; the model is built from the 
 model as `gf.build` returns it.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -32,7 +32,7 @@ from glassformer.nn import attention, block, embedding, ffn
 from glassformer.nn.linear import Linear, initialise
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.position import SinusoidalPosition, sinusoids
-from glassformer.nn.taps import Taps, TapsAt, trace
+from glassformer.nn.taps import Taps, TapsAt, scope
 from glassformer.spec import manifest
 from glassformer.spec import model as spec
 from glassformer.spec.checks import at_least, divides, probability
@@ -62,7 +62,23 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The document's fields; num_states 0 leaves the state head out."""
+    """The document's fields, checked when it is made; a value that breaks a rule raises an error.
+
+    vocab_size            tokens; ids run from 0 to vocab_size - 1
+    num_classes           classes of the class head, at every position
+    num_states            states of the state head; 0 (default) leaves it out
+    d_model               width of the residual stream, a multiple of n_heads (128)
+    n_heads               heads of d_model / n_heads each (4)
+    d_mlp                 inner width of the MLP (512)
+    dropout               share of attention weights, residual and inner activations dropped in
+                          training, 0 <= dropout < 1 (0.0)
+    max_seq_len           longest sequence; a longer one raises an error (256)
+    tie_weights           next-token head shares the embedding's weight, and has a bias (True)
+    factorized_embedding  embedding U V of rank factor_rank in place of one table (False)
+    factor_rank           rank of U (vocab_size, rank) and V (rank, d_model); None without factors
+    l1_u                  factor of sum |U| in `l1_penalty()`, 0 or more, with factors only (0.0)
+    positional_type       "sin" adds sinusoids, "none" adds nothing ("sin")
+    """
 
     vocab_size: int
     num_classes: int
@@ -79,6 +95,9 @@ class ModelConfig:
     positional_type: Literal["sin", "none"] = "sin"
 
     def __post_init__(self) -> None:
+        for name in ("tie_weights", "factorized_embedding"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}={getattr(self, name)!r}", hint="True or False")
         for name in ("vocab_size", "num_classes", "d_model", "n_heads", "d_mlp", "max_seq_len"):
             at_least(name, getattr(self, name))
         at_least("num_states", self.num_states, 0)
@@ -91,6 +110,16 @@ class ModelConfig:
             raise InputError(
                 f"factorized_embedding={self.factorized_embedding}, factor_rank={self.factor_rank}",
                 hint="give both or neither",
+            )
+        if self.factor_rank is not None:
+            at_least("factor_rank", self.factor_rank)
+        number = isinstance(self.l1_u, int | float) and not isinstance(self.l1_u, bool)
+        if not number or not 0.0 <= self.l1_u < math.inf:
+            raise InputError(f"l1_u {self.l1_u!r}", hint="a number of 0 or more")
+        if self.l1_u and self.factor_rank is None:
+            raise InputError(
+                f"l1_u={self.l1_u} without U",
+                hint="factorized_embedding=True, factor_rank=..., or leave l1_u out",
             )
 
     def spec(self) -> spec.ModelSpec:
@@ -153,6 +182,7 @@ class PositionalEncoding(SinusoidalPosition):
         super().__init__(max_seq_len, d_model, kind=Sinusoidal())
 
     def forward(self, x_btd: Tensor) -> Tensor:  # type: ignore[override]
+        """(B, T, d_model) -> the same shape and dtype; T is at most max_seq_len."""
         masks.vectors("x_btd", x_btd, self.table.shape[-1])
         T = x_btd.shape[-2]
         if self.max_seq_len < T:
@@ -201,6 +231,10 @@ class CausalSelfAttention(attention.MultiHeadAttention):
     def forward(  # type: ignore[override]
         self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
     ) -> "Tensor | tuple[Tensor, Tensor]":
+        """Attend: x_btd (B, T, d_model), attn_mask_bxt (B, T) bool, True = valid; None = all are.
+
+        The result has x's shape and dtype. With return_attn, also the weights (B, n_heads, T, T).
+        """
         mask = _mask(x_btd, self.d_model, attn_mask_bxt)
         if not return_attn:
             return super().forward(x_btd, mask=mask)
@@ -210,7 +244,7 @@ class CausalSelfAttention(attention.MultiHeadAttention):
 
 
 class MLP(ffn.MLP):
-    """Linear(d_model -> d_mlp) -> GELU -> Dropout -> Linear(d_mlp -> d_model)."""
+    """Linear(d_model -> d_mlp) -> GELU -> Dropout -> Linear(d_mlp -> d_model): (B, T, d_model)."""
 
     def __init__(self, d_model: int, d_mlp: int, dropout: float = 0.0) -> None:
         described = spec.MLP(d_ff=d_mlp)
@@ -220,7 +254,7 @@ class MLP(ffn.MLP):
 
 
 class TransformerBlock(block.TransformerBlock):
-    """x = x + Attn(LN(x)); x = x + MLP(LN(x))."""
+    """x = x + Attn(LN(x)); x = x + MLP(LN(x)); forward(x_btd, attn_mask_bxt) -> (B, T, d_model)."""
 
     def __init__(self, d_model: int, n_heads: int, d_mlp: int, dropout: float = 0.0) -> None:
         described = _described(d_model, n_heads, d_mlp)
@@ -233,6 +267,7 @@ class TransformerBlock(block.TransformerBlock):
     def forward(  # type: ignore[override]
         self, x_btd: Tensor, attn_mask_bxt: Tensor | None = None
     ) -> Tensor:
+        """(B, T, d_model) -> the same shape and dtype; attn_mask_bxt (B, T) bool, True = valid."""
         mask = _mask(x_btd, self.d_model, attn_mask_bxt)
         return super().forward(x_btd, mask=mask)
 
@@ -241,7 +276,7 @@ class TransformerBlock(block.TransformerBlock):
 
 
 class NextTokenHead(Linear):
-    """Linear(d_model -> vocab_size); `tied` shares an embedding's weight and adds a bias."""
+    """Linear(d_model -> vocab_size): (B, T, vocab_size); `tied` shares an embedding's weight."""
 
     def __init__(
         self, d_model: int, vocab_size: int, *, tied: embedding.TokenEmbedding | None = None
@@ -258,7 +293,7 @@ class NextTokenHead(Linear):
 
 
 class ClassHead(Linear):
-    """Linear(d_model -> num_classes), at every position."""
+    """Linear(d_model -> num_classes), at every position: (B, T, num_classes)."""
 
     def __init__(self, d_model: int, num_classes: int) -> None:
         super().__init__(d_model, num_classes, bias=True)
@@ -266,7 +301,7 @@ class ClassHead(Linear):
 
 
 class StateHead(Linear):
-    """Linear(d_model -> num_states), at every position."""
+    """Linear(d_model -> num_states), at every position: (B, T, num_states)."""
 
     def __init__(self, d_model: int, num_states: int) -> None:
         super().__init__(d_model, num_states, bias=True)
@@ -285,7 +320,7 @@ def _fill(head: Linear) -> None:
 
 
 class SingleLayerTransformer(CustomTransformerAdapter):
-    """forward(...) -> {next_logits, class_logits, state_logits?, attn?}."""
+    """Embedding, positions, one pre-norm block, heads; see `forward` and `ModelConfig`."""
 
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__(build(config.spec(), generator=generator).train())
@@ -294,16 +329,20 @@ class SingleLayerTransformer(CustomTransformerAdapter):
     def forward(  # type: ignore[override]
         self, tokens_bxt: Tensor, attn_mask_bxt: Tensor | None = None, return_attn: bool = False
     ) -> dict[str, Tensor]:
+        """Return {next_logits, class_logits, state_logits?, attn?}.
+
+        tokens_bxt (B, T) of whole numbers below vocab_size, T at most max_seq_len; attn_mask_bxt
+        (B, T) bool, True = valid, None = all are. Logits are (B, T, vocab_size), (B, T,
+        num_classes), (B, T, num_states) in the parameters' dtype, PAD's included, which the loss
+        leaves out. attn, with return_attn, is (B, n_heads, T, T): 0 after the diagonal, and in
+        PAD's rows and columns.
+        """
         valid = masks.mask_of("attn_mask_bxt", attn_mask_bxt, tokens_bxt)
-        inputs, scoped = Inputs(tokens_bxt, valid), self.scoped_taps
+        inputs = Inputs(tokens_bxt, valid)
         if not return_attn:
             return _by_name(self.model(inputs))
-        others, edit = ((), None) if scoped is None else (scoped.patterns, scoped.edits)
-        taps = Taps(read=(WEIGHTS, *others), edit=edit)
-        result = _by_name(self.model(inputs, taps=taps))
-        if scoped is not None:
-            scoped.seen.update({name: x for name, x in taps.seen.items() if scoped.reads(name)})
-        return result | {"attn": taps.seen[WEIGHTS]}
+        taps = Taps(read=WEIGHTS)
+        return _by_name(self.model(inputs, taps=taps)) | {"attn": taps.seen[WEIGHTS]}
 
     def l1_penalty(self) -> Tensor:
         """Return l1_u * sum |U|, to be added to the loss; 0 without the factorized embedding."""
@@ -320,12 +359,12 @@ def _by_name(answers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{head}_logits": logits for head, logits in answers.items()}
 
 
-#: The tap of each activation that `capture` keeps.
 WEIGHTS = "blocks.0.attn.weights"
+#: What `capture` calls the taps that it keeps.
 CAPTURED = {
-    "attn": WEIGHTS,
-    "hidden_pre": "blocks.0.resid_pre",
-    "hidden_post": "blocks.0.resid_post",
+    WEIGHTS: "attn",
+    "blocks.0.resid_pre": "hidden_pre",
+    "blocks.0.resid_post": "hidden_post",
 }
 
 
@@ -334,13 +373,7 @@ def capture(model: SingleLayerTransformer) -> Iterator[dict[str, Tensor]]:
     """Within the block, every forward fills the dict; outside of it nothing is computed for it.
 
     `attn` (B, n_heads, T, T); `hidden_pre` and `hidden_post` (B, T, d_model), before and after the
-    block. `gf.trace` captures any other activation.
+    block. `gf.trace` captures any other activation; blocks within each other each see every call.
     """
-    kept: dict[str, Tensor] = {}
-
-    def keep(name: str, x: Tensor) -> Tensor:
-        kept[name] = x
-        return x
-
-    with trace(model, edit={tap: partial(keep, name) for name, tap in CAPTURED.items()}):
+    with scope(model, Taps(read=tuple(CAPTURED), names=CAPTURED)) as kept:
         yield kept

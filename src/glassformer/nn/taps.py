@@ -4,6 +4,7 @@ A `Taps` is passed into a forward like a cache. Without one nothing is registere
 computed: each tap in the code is one `is None` test.
 """
 
+import copy
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ class Taps:
     """Activations to read (patterns) and to replace (tensors or functions), and those read.
 
     `seen` is a plain dict by full name. With `gradients`, activations that were read keep their
-    gradient: after a backward, `taps.gradients()` returns it by the same names.
+    gradient: after a backward, `taps.gradients()` returns it by the same names. `outer` are the
+    taps of a block around these: their edits come first, and both read what all edits leave.
+    `names` are those that `seen` has in place of the full ones.
     """
 
     def __init__(
@@ -32,26 +35,48 @@ class Taps:
         read: str | Sequence[str] = (),
         edit: Mapping[str, Edit] | None = None,
         gradients: bool = False,
+        names: Mapping[str, str] | None = None,
     ) -> None:
+        self.outer: Taps | None = None
+        self.names = {} if names is None else names
         self.patterns = (read,) if isinstance(read, str) else tuple(read)
         self.edits = dict(edit or {})
         self.keep_gradients = gradients
         self.seen: dict[str, Tensor] = {}
         self.reads = _matching(self.patterns)
 
+    def within(self, outer: "Taps | None") -> "Taps":
+        """Return these taps inside of others, which then see every call that these see."""
+        if outer is None:
+            return self
+        inner = copy.copy(self)
+        inner.outer = outer if inner.outer is None else inner.outer.within(outer)
+        return inner
+
     def wants(self, name: str) -> bool:
         """True if this tap is read or edited."""
-        return name in self.edits or self.reads(name)
+        if name in self.edits or self.reads(name):
+            return True
+        return self.outer is not None and self.outer.wants(name)
 
     def visit(self, name: str, x: Tensor) -> Tensor:
         """Replace and record x at this tap, and return what the model continues with."""
-        if name in self.edits:
-            x = _replaced(name, x, self.edits[name])
+        x = self._edit(name, x)
+        self._record(name, x)
+        return x
+
+    def _edit(self, name: str, x: Tensor) -> Tensor:
+        if self.outer is not None:
+            x = self.outer._edit(name, x)
+        return _replaced(name, x, self.edits[name]) if name in self.edits else x
+
+    def _record(self, name: str, x: Tensor) -> None:
+        if self.outer is not None:
+            self.outer._record(name, x)
         if self.reads(name):
             if self.keep_gradients and x.requires_grad:
                 x.retain_grad()
-            self.seen[name] = x
-        return x
+            self.seen[self.names.get(name, name)] = x
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of what was read, where the last backward reached it."""
@@ -141,16 +166,24 @@ def trace(
 
     with trace(model, read="blocks.*.attn.weights") as seen:
         model(tokens)
+
+    Blocks within each other add up, and `gf.inspect` of the model is a call of it.
     """
     if not isinstance(model, Traceable):
         raise InputError(
             f"a {type(model).__name__} has no taps of ours",
             hint="gf.load a folder of it; gf.inspect takes a by-hand model",
         )
-    taps = Taps(read=read, edit=edit, gradients=gradients)
+    with scope(model, Taps(read=read, edit=edit, gradients=gradients)) as seen:
+        yield seen
+
+
+@contextmanager
+def scope(model: Traceable, taps: Taps) -> Iterator[dict[str, Tensor]]:
+    """Let these taps see every call of `model` within the block; yield their dict."""
     taps.check(model.spec)
     before = model.scoped_taps
-    model.scoped_taps = taps
+    model.scoped_taps = taps.within(before)
     try:
         yield taps.seen
     finally:

@@ -186,6 +186,8 @@ def one_of(name: str, value: str, choices: Iterable[str]) -> None:
 
 def probability(name: str, value: float) -> None:
     """Require 0 <= value < 1, the range of a dropout rate."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} {value!r} is not a number", hint="a rate from 0 to below 1")
     if not 0.0 <= value < 1.0:
         near = 0.0 if value < 0 else 0.9
         raise InputError(
