@@ -1,4 +1,4 @@
-"""A laboratory for transformers in which every claim is checked.
+"""A library and command line to train, inspect, test and serve small transformers.
 
     import glassformer as gf
 

@@ -125,7 +125,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings=SETTINGS,
-    help="A laboratory for transformers in which every claim is checked.",
+    help="Train, inspect, test and serve small transformers.",
 )
 
 
