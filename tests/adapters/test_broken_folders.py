@@ -86,6 +86,16 @@ def long_header(folder: Path) -> None:
     path.write_bytes(struct.pack("<Q", 2**40) + path.read_bytes()[8:])
 
 
+def long_headers(folder: Path) -> None:
+    """Each as long as one may be; together more than is read."""
+    names = [f"model-{number}.safetensors" for number in range(4)]
+    for name in names:
+        with (folder / name).open("wb") as file:
+            file.write(struct.pack("<Q", 9_999_000))
+            file.truncate(10_000_000)
+    index(folder, lambda files: files.update(zip(list(files), names, strict=False)))
+
+
 def many_tensors(folder: Path) -> None:
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     text = json.dumps({f"t{i}": entry for i in range(100_001)}).encode()
@@ -186,6 +196,7 @@ BROKEN = {
         lambda f: index(f, lambda files: files.update(ghost=next(iter(files.values())))),
         "tensor ghost is not in",
     ),
+    "long headers together": ("llama", 1, long_headers, "headers have 39,999,000"),
     "one tensor in two files": ("llama", 1, same_tensor_twice, "in two files"),
     "pickle alone": ("llama", 0, pickle_alone, "a pickle"),
     "code of its own": ("llama", 0, remote_code, "auto_map"),

@@ -94,6 +94,34 @@ def test_damage_is_named(name, whole, tmp_path):
     assert str(path) in error.value.where
 
 
+def settings(*values: bytes) -> bytes:
+    """A file of so many settings, and no tensor."""
+    keys = (struct.pack("<Q", 4) + b"k%03d" % i + value for i, value in enumerate(values))
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + b"".join(keys)
+
+
+def a_list(kind: int, count: int, data: bytes) -> bytes:
+    return struct.pack("<IIQ", 9, kind, count) + data
+
+
+SUMS = {
+    "lists of numbers": [a_list(0, 200_000, bytes(200_000))] * 16,
+    "lists of empty texts": [a_list(8, 100_000, bytes(800_000))] * 31,
+    "long texts": [struct.pack("<IQ", 8, 3_900_000) + bytes(3_900_000)] * 17,
+    "lists of long texts": [
+        a_list(8, 9, (struct.pack("<Q", 3_900_000) + bytes(3_900_000)) * 9) for _ in range(2)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_each_may_have_is_bounded_together_too(name, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(settings(*SUMS[name]))
+    with pytest.raises(FileError, match="together"):
+        read_head(path)
+
+
 KEYS = {
     "no architecture": ({"general.architecture": None}, "architecture 'None'"),
     "unknown": ({"general.architecture": "mamba"}, "architecture 'mamba'"),

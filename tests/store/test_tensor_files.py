@@ -122,6 +122,7 @@ HOSTILE = {
     "shape of 5,000 digits": raw(
         b'{"a":{"dtype":"F32","shape":[' + b"9" * 5_000 + b'],"data_offsets":[0,8]}}', bytes(8)
     ),
+    "a million dimensions": raw({"a": entry(shape=[1] * 1_000_000)}, bytes(8)),
     "fractional shape": raw({"a": entry(shape=[2.5])}, bytes(8)),
     "negative shape": raw({"a": entry(shape=[-2])}, bytes(8)),
     "shape is text": raw({"a": entry() | {"shape": "2"}}, bytes(8)),

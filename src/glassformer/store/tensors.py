@@ -62,8 +62,14 @@ class Deferred:
 
 
 HEADER_LIMIT = 10_000_000
+#: Of all files of a model together; those of the largest are 20 MB.
+HEADERS_LIMIT = 32_000_000
 COUNT_LIMIT = 100_000
+DIMS_LIMIT = 8
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
+
+#: Names of tensors in an error.
+LISTED = 20
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -154,14 +160,22 @@ def read_metadata(path: Path) -> dict[str, str]:
     return found
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """Read the header, bounded in length; its entries are not checked yet."""
+def header_length(path: Path) -> int:
+    """Return the number of bytes of a file's header, which is bounded."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if length > min(HEADER_LIMIT, size - 8):
-            raise FileError("a tensor file whose header is cut off or too long", where=path.name)
+    length = int(struct.unpack("<Q", first)[0]) if len(first) == 8 else size
+    if length > min(HEADER_LIMIT, size - 8):
+        raise FileError("a tensor file whose header is cut off or too long", where=path.name)
+    return length
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Read the header, bounded in length; its entries are not checked yet."""
+    length = header_length(path)
+    with path.open("rb") as file:
+        file.seek(8)
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=unique_keys)
@@ -185,11 +199,14 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise FileError(f"a tensor file with a broken header: {error}", where=path.name) from error
     if len(entries) > COUNT_LIMIT:
         raise FileError(f"{len(entries)} tensors in one file", where=path.name)
-    for name, (code, _) in entries.items():
+    for name, (code, shape) in entries.items():
         if not NAME.fullmatch(name) or ".." in name:
             raise FileError(f"a tensor named {name[:80]!r}", where=path.name)
         if code not in DTYPES:
-            raise FileError(f"tensor {name} has dtype {code}", where=path.name)
+            raise FileError(f"tensor {name} has dtype {code[:40]}", where=path.name)
+        if len(shape) > DIMS_LIMIT or any(not 0 <= n < 1 << 48 for n in shape):
+            what = f"{len(shape)} dimensions" if len(shape) > DIMS_LIMIT else "an impossible shape"
+            raise FileError(f"tensor {name} has {what}", where=path.name)
     return entries
 
 
@@ -275,5 +292,6 @@ def explain_difference(wanted: Mapping[str, Shaped], shapes: Mapping[str, tuple[
     ]
     for word, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)):
         if names:
-            parts.append(f"{word}: {', '.join(names)}")
+            more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+            parts.append(f"{word}: {', '.join(names[:LISTED])}{more}")
     return "; ".join(parts)

@@ -18,7 +18,15 @@ from glassformer.adapters.folder.files import read_object
 from glassformer.adapters.table import Array, Plan, Shape
 from glassformer.kernels import c_library, threads
 from glassformer.spec.errors import FileError
-from glassformer.store.tensors import BFLOAT16, DTYPES, MappedTensors, is_finite, read_header
+from glassformer.store.tensors import (
+    BFLOAT16,
+    DTYPES,
+    HEADERS_LIMIT,
+    MappedTensors,
+    header_length,
+    is_finite,
+    read_header,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -154,6 +162,10 @@ def _indexed(folder: Path) -> dict[str, Path]:
     if len(names) > MOST_FILES:
         raise FileError(f"{len(names)} files, more than {MOST_FILES}", where=where)
     files = {name: inside(folder, name) for name in names}
+    size = sum(map(header_length, files.values()))
+    if size > HEADERS_LIMIT:
+        what = f"{len(files)} files whose headers have {size:,} bytes, more than {HEADERS_LIMIT:,}"
+        raise FileError(what, where=where)
     headers = {file: read_header(path) for file, path in files.items()}
     for tensor, file in index.items():
         if tensor not in headers[file]:

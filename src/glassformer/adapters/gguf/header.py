@@ -24,6 +24,10 @@ ALIGNMENT = 32
 MOST_KEYS = 10_000
 MOST_TENSORS = 100_000
 MOST_ITEMS = 2_000_000  # of one array
+#: Of all arrays and of all texts together. The largest vocabularies have 262,144 tokens: with their
+#: scores, types and merges 1.3 million items, and 15 MB of text.
+ALL_ITEMS = 3_000_000
+ALL_TEXT = 64_000_000
 MOST_NUMBERS = 2**40  # of one tensor
 MOST_DIMS = 4
 LONGEST_NAME = 256
@@ -88,6 +92,8 @@ class _Cursor:
         self.end = end
         self.where = where
         self.at = 0
+        self.items = 0  # of the arrays so far
+        self.letters = 0  # bytes of the texts so far
 
     def head(self, size: int) -> Head:
         if self.data[:4] != MAGIC:
@@ -142,10 +148,10 @@ class _Cursor:
         if kind == ARRAY:
             raise self.bad("lists within lists are not read here")
         if kind == TEXT:
-            self.bounded("texts in a list", count, MOST_ITEMS, each=8)
+            self.listed("texts in a list", count, each=8)
             return self.texts(count)
         form = f"<{count}{self.code(kind)}"
-        self.bounded("numbers in a list", count, MOST_ITEMS, each=struct.calcsize(form[-1]))
+        self.listed("numbers in a list", count, each=struct.calcsize(form[-1]))
         found = struct.unpack_from(form, self.data, self.at)
         self.at += struct.calcsize(form)
         return list(found)
@@ -167,6 +173,7 @@ class _Cursor:
         if length > most:
             raise self.bad(f"a text of {length:,} bytes, more than the {most:,} that are read")
         self.need(length)
+        self.spelled(length)
         found = self.data[self.at : self.at + length]
         self.at += length
         try:
@@ -185,6 +192,10 @@ class _Cursor:
                 break
             found.append(self.data[begin + 8 : begin + 8 + size])
             begin += 8 + size
+            if begin - self.at > ALL_TEXT + 8 * count:
+                break
+        if len(found) == count:
+            self.spelled(begin - self.at - 8 * count)
         try:
             made = [each.decode("utf-8") for each in found]
         except UnicodeDecodeError:
@@ -194,11 +205,24 @@ class _Cursor:
         self.at = begin
         return made
 
+    def spelled(self, size: int) -> None:
+        """Count the bytes of a text: of all texts together only so many are read."""
+        self.letters += size
+        if self.letters > ALL_TEXT:
+            raise self.bad(f"texts of more than {ALL_TEXT:,} bytes together")
+
     def bounded(self, what: str, count: int, most: int, *, each: int) -> None:
         """Refuse a count above a limit, or above what the file has room for."""
         if count > most:
             raise self.bad(f"{count:,} {what}, more than the {most:,} that are read")
         self.need(count * each)
+
+    def listed(self, what: str, count: int, *, each: int) -> None:
+        """Bound a list, and all lists together."""
+        self.bounded(what, count, MOST_ITEMS, each=each)
+        self.items += count
+        if self.items > ALL_ITEMS:
+            raise self.bad(f"lists of more than {ALL_ITEMS:,} values together")
 
     def need(self, size: int) -> None:
         if self.at + size > self.end:
