@@ -338,7 +338,6 @@ ONE_IMPORTER = {
     "kernels.triton_decode": "imported by name where there is a GPU: it needs Triton",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
     "adapters.array_model": "opens a model without torch; load, beside it, is the door with torch",
-    "adapters.chat.worker": "run as a program of its own, confined, never imported by us",
     "adapters.folder.hub": "the only module that may download",
     "byhand.cached_forward": "the by-hand decoding step; generation's only door to byhand",
     "checks.adapter": "public: validates an adapter of anyone; named re-exports it",

@@ -1,15 +1,24 @@
 """Answers with a form: JSON schemas as patterns, and tool calls in a text."""
 
+import asyncio
 import json
+import os
 import re
+import sys
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
-from glassformer.serve.structured import ToolReader, json_pattern
+from glassformer.data.tokenizers.vocab import Characters
+from glassformer.serve import patterns, structured
+from glassformer.serve.app import Limits
+from glassformer.serve.patterns import json_pattern
+from glassformer.serve.structured import ToolReader
+from glassformer.serve.structured import _Builder as Builder
 from glassformer.spec.errors import InputError
-from tests.serve.conftest import HELLO
+from tests.serve.conftest import HELLO, House
 
 PERSON = {
     "type": "object",
@@ -117,6 +126,9 @@ HUGE = {
 }  # fmt: skip
 
 
+HUGE_NEST = HUGE["items that are copied at each level"]
+
+
 @pytest.mark.parametrize("case", HUGE)
 def test_a_schema_is_refused_as_soon_as_it_is_too_much_work(case):
     schema = HUGE[case]
@@ -179,3 +191,121 @@ def test_tool_calls_are_read_however_the_text_is_cut(size):
         ("f", {"x": 1}),
         ("f", {"x": 1}),
     ]
+
+
+STUCK = "[\u0100-\u01f0]?" * 2_800
+
+
+def ask(house, form, **more):
+    async def work(client):
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3, "response_format": form}
+        return await client.post("/v1/completions", json={**body, **more}, timeout=60)
+
+    return house.ask(work)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"type": "regex", "pattern": STUCK}, "steps to build"),
+        ({"type": "regex", "pattern": "(a"}, "not closed"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": HUGE_NEST}},
+            "more than 20,000 characters",
+        ),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"const": "x" * 250_000}},
+            },
+            "at most 200,000",
+        ),
+    ],
+    ids=["a pattern", "a mistake", "a schema", "a long schema"],
+)
+def test_what_costs_too_much_is_refused_and_the_next_is_served(house, form, words):
+    found = ask(house, form)
+    assert found.status_code == 400
+    assert words in found.json()["error"]["message"]
+    assert found.json()["error"]["param"] == "response_format"
+    good = ask(house, {"type": "regex", "pattern": "(a|t|the|cat)*"})
+    assert good.status_code == 200
+
+
+def test_a_pattern_is_built_beside_everything_else(folder, monkeypatch):
+    """A process that does not answer: others are served, its client leaves, and it is ended."""
+    idle = [sys.executable, "-I", "-c", "import sys; sys.stdin.read()"]
+    monkeypatch.setattr(structured, "command", lambda: idle)
+    made = House(folder)
+    started = []
+    monkeypatch.setattr(structured, "_Builder", lambda: started.append(Builder()) or started[-1])
+
+    async def work(client):
+        form = {"type": "regex", "pattern": "a*"}
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 3}
+        stuck = [
+            asyncio.create_task(
+                client.post("/v1/completions", json={**body, "response_format": form}, timeout=60)
+            )
+            for _ in range(structured.PROCESSES + 1)
+        ]
+        while len(started) < structured.PROCESSES:
+            await asyncio.sleep(0.01)
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert not any(one.done() for one in stuck)
+        for one in stuck:
+            one.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+
+    made.ask(work)
+    assert [one._process.poll() for one in started] == [-9] * structured.PROCESSES
+    made.close()
+
+
+def test_a_pattern_has_a_deadline(folder, monkeypatch):
+    idle = [sys.executable, "-I", "-c", "import sys; sys.stdin.read()"]
+    monkeypatch.setattr(structured, "command", lambda: idle)
+    made = House(folder, limits=Limits(seconds=0.2))
+    found = ask(made, {"type": "regex", "pattern": "a*"})
+    assert found.status_code == 503
+    assert found.json()["error"]["code"] == "timeout"
+    made.close()
+
+
+def test_a_process_that_ends_is_one_refusal(folder, monkeypatch):
+    made = House(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(structured, "command", lambda: [sys.executable, "-I", "-c", ""])
+        found = ask(made, {"type": "regex", "pattern": "a*"})
+        assert found.status_code == 400
+        assert "2 seconds of CPU time" in found.json()["error"]["message"]
+    assert ask(made, {"type": "regex", "pattern": "(a|t|the|cat)*"}).status_code == 200
+    made.close()
+
+
+def test_formats_are_kept_until_others_need_the_room(folder, monkeypatch):
+    made = House(folder)
+    formats = made.app.state.formats["tiny"]
+    form = {"type": "regex", "pattern": "(a|t|the|cat)*"}
+    assert ask(made, form).status_code == 200
+    (kept,) = formats._kept.values()
+    assert ask(made, form).status_code == 200
+    assert list(formats._kept.values()) == [kept]
+    monkeypatch.setattr(structured, "KEPT_BYTES", kept.target_QV.nbytes)
+    assert ask(made, {"type": "regex", "pattern": "(t|a|the|cat)*"}).status_code == 200
+    assert len(formats._kept) == 1
+    assert kept not in formats._kept.values()
+    made.close()
+
+
+def test_the_process_knows_no_key_and_its_limits_are_real(monkeypatch):
+    monkeypatch.setenv("GLASS_API_KEY", "a-long-secret-key")
+    builder = Builder()
+    pid = builder._process.pid
+    formats = structured.Formats("m", Characters("ab"))
+    assert builder.build(formats, {"kind": "regex", "pattern": "a*b"}).vocab_size == 2
+    assert b"GLASS_API_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert re.search(rf"Max address space +{patterns.MEGABYTES << 20} ", limits)
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= patterns.YIELDS
+    builder.close()

@@ -137,7 +137,7 @@ class Answer:
         async with anyio.create_task_group() as group:
 
             async def watch() -> None:
-                await _gone(receive)
+                await gone(receive)
                 group.cancel_scope.cancel()
 
             group.start_soon(watch)
@@ -154,7 +154,7 @@ class Answer:
         return Response(status_code=499) if body is None else body
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -175,7 +175,7 @@ class Events(Response):
             async with anyio.create_task_group() as group:
 
                 async def watch() -> None:
-                    await _gone(receive)
+                    await gone(receive)
                     group.cancel_scope.cancel()
 
                 group.start_soon(watch)

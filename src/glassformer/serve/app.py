@@ -11,11 +11,11 @@ import hmac
 import json
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import uvicorn
@@ -37,6 +37,7 @@ from glassformer.serve.answers import (
     Completion,
     Events,
     Style,
+    gone,
     json_response,
     mistake,
     problem,
@@ -52,6 +53,7 @@ from glassformer.serve.http import (
     TimedConnection,
     WrongKey,
 )
+from glassformer.serve.patterns import CLOSE
 from glassformer.serve.request import (
     ChatRequest,
     CompletionRequest,
@@ -61,9 +63,11 @@ from glassformer.serve.request import (
     completion_request,
     embedding_request,
 )
-from glassformer.serve.structured import CLOSE, Formats, call_pattern, reads_tools
+from glassformer.serve.structured import PATIENCE, Builders, Formats, reads_tools
 from glassformer.spec.decoding import DecodeSpec
-from glassformer.spec.errors import GlassError, InputError
+from glassformer.spec.errors import GlassError, InputError, MachineError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +108,7 @@ def create_app(
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
     app.router.redirect_slashes = False
-    app.state.engine = engine
+    app.state.engine, app.state.formats = engine, api.formats
     app.add_middleware(
         _Guard,
         api_key=api_key,
@@ -217,7 +221,10 @@ class _Api:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine = engine
         self.limits = limits
-        self.formats = {name: Formats(served.tokenizer) for name, served in engine.models.items()}
+        self.formats = {
+            name: Formats(name, served.tokenizer) for name, served in engine.models.items()
+        }
+        self.builders = Builders()
         self.checking = anyio.CapacityLimiter(limits.workers)
         # Equal fingerprints, models and seeds give equal answers: kernels, processor, torch.
         seen = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode())
@@ -231,6 +238,8 @@ class _Api:
             try:
                 response: Response = await handler(request)
                 return response
+            except Gone:
+                return Response(status_code=499)
             except BadRequest as error:
                 return problem(error)
             except GlassError as error:
@@ -302,23 +311,29 @@ class _Api:
                 code="unsupported_parameter",
             )
         self.check_room(served, asked.generation.choices)
-        rows = await self.checked(partial(self._chat_rows, served, asked, _client(request)))
+        wanted, param = _format(asked.response_format), "response_format"
+        if asked.must_call:
+            wanted = {"kind": "tools", "tools": asked.tools, "names": asked.must_call}
+            param = "tools"
+
+        async def prepare() -> list[Continuation]:
+            constraint = await self.constraint(served, wanted, param)
+            work = partial(self._chat_rows, served, asked, _client(request), constraint)
+            return await self.checked(work)
+
+        rows = await while_there(request, prepare)
         style = Chat(served, rows, asked, self.fingerprint)
         return await self.respond(request, asked.generation, style)
 
-    def _chat_rows(self, served: Served, asked: ChatRequest, client: str) -> list[Continuation]:
+    def _chat_rows(
+        self, served: Served, asked: ChatRequest, client: str, constraint: Constraint | None
+    ) -> list[Continuation]:
         ids = served.chat_ids(
             asked.messages, tools=asked.tools or None, options=asked.template_options
         )
-        wanted, generation = asked.response_format, asked.generation
-        if asked.must_call:
-            try:
-                wanted = ResponseFormat("regex", call_pattern(asked.tools, asked.must_call))
-            except InputError as error:
-                raise refused(error, param="tools") from error
+        generation = asked.generation
         if asked.tools and not asked.parallel:  # a call is read also without its closing mark
             generation = replace(generation, stop=(*generation.stop, CLOSE))
-        constraint = self.constraint(served, wanted)
         return self.rows(
             served,
             [(ids, None)],
@@ -341,12 +356,19 @@ class _Api:
                 code="unsupported_parameter",
             )
         self.check_room(served, asked.generation.choices * len(asked.prompts))
-        rows = await self.checked(partial(self._text_rows, served, asked, _client(request)))
+        wanted = _format(asked.response_format)
+
+        async def prepare() -> list[Continuation]:
+            constraint = await self.constraint(served, wanted, "response_format")
+            work = partial(self._text_rows, served, asked, _client(request), constraint)
+            return await self.checked(work)
+
+        rows = await while_there(request, prepare)
         style = Completion(served, rows, asked, self.fingerprint)
         return await self.respond(request, asked.generation, style)
 
     def _text_rows(
-        self, served: Served, asked: CompletionRequest, client: str
+        self, served: Served, asked: CompletionRequest, client: str, constraint: Constraint | None
     ) -> list[Continuation]:
         prompts = []
         for one in asked.prompts:
@@ -367,7 +389,7 @@ class _Api:
             prompts,
             asked.generation,
             client,
-            constraint=self.constraint(served, asked.response_format),
+            constraint=constraint,
             param="prompt",
             logprobs=asked.logprobs is not None,
             top_logprobs=asked.logprobs or 0,
@@ -435,16 +457,30 @@ class _Api:
                 retry_after=1,
             )
 
-    async def checked(self, work: Callable[[], Any]) -> Any:
+    async def checked(self, work: Callable[[], T]) -> T:
         """Run what takes a while in a worker thread, a few at a time."""
         return await anyio.to_thread.run_sync(work, limiter=self.checking)
 
-    def constraint(self, served: Served, wanted: ResponseFormat) -> Constraint | None:
-        """Return the constraint of a response format; kept for the next request like it."""
-        try:
-            return self.formats[served.name].constraint(wanted)
-        except InputError as error:
-            raise refused(error, param="response_format") from error
+    async def constraint(
+        self, served: Served, wanted: Mapping[str, Any] | None, param: str
+    ) -> Constraint | None:
+        """Return the constraint of a format, built in a process of its own; kept for the next."""
+        if wanted is None:
+            return None
+        seconds = min(PATIENCE, self.limits.seconds)
+        with anyio.move_on_after(seconds):
+            try:
+                return await self.builders.constraint(self.formats[served.name], wanted)
+            except (InputError, MachineError) as error:
+                raise refused(error, param=param) from error
+        raise BadRequest(
+            f"The machine of '{param}' was not built within {seconds:g} seconds; try again later",
+            status=503,
+            param=param,
+            kind="server_error",
+            code="timeout",
+            retry_after=5,
+        )
 
     def rows(
         self,
@@ -519,6 +555,46 @@ class _Api:
             return await answer.collected(request.receive)
         answer.begin()
         return Events(answer, include_usage=generation.include_usage)
+
+
+class Gone(Exception):
+    """The client went away while its request was prepared."""
+
+
+async def while_there(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """Return what a function returns; it is cancelled if the client goes away before."""
+    found: list[T] = []
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            await gone(request.receive)
+            group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        error: Exception | None = None
+        try:
+            found.append(await work())
+        except Exception as raised:  # a group would wrap it
+            error = raised
+        group.cancel_scope.cancel()
+    if error is not None:
+        raise error
+    if not found:
+        raise Gone
+    return found[0]
+
+
+def _format(wanted: ResponseFormat) -> dict[str, Any] | None:
+    """Return a format as plain data; None where any text will do."""
+    match wanted.kind:
+        case "text":
+            return None
+        case "regex":
+            return {"kind": wanted.kind, "pattern": wanted.pattern}
+        case "json_object":
+            return {"kind": wanted.kind}
+        case "json_schema":
+            return {"kind": wanted.kind, "schema": wanted.schema}
 
 
 def _check_prompt(served: Served, ids: Sequence[int], *, most: int, param: str) -> None:

@@ -1,307 +1,163 @@
-"""Answers with a form: response formats as constraints, and tool calls read from text."""
+"""Answers with a form: constraints of response formats, and tool calls read from text."""
 
+import contextlib
 import json
 import secrets
+import subprocess
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from glassformer.adapters.chat.template import ChatTemplate
-from glassformer.data.automata.construct import LONGEST_PATTERN, machine_of_regex
-from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.constraint import Constraint
-from glassformer.generation.text_stream import StopFilter
-from glassformer.serve.request import ResponseFormat
-from glassformer.spec.errors import InputError
+import anyio
+import numpy as np
 
-#: Constraints that are kept for later requests, each of so many states x tokens at most.
-KEPT, MOST_ENTRIES = 4, 1 << 23
+from glassformer.adapters.chat.template import ChatTemplate
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation.constraint import Constraint, TokenTexts
+from glassformer.generation.text_stream import StopFilter
+from glassformer.serve.patterns import CLOSE, LONGEST_SCHEMA, OPEN, SECONDS, command
+from glassformer.spec.errors import InputError, MachineError
+
+#: Bytes of the tables that are kept for later requests, for each model.
+KEPT_BYTES = 1 << 25
+#: Processes that build constraints, and the seconds that a request waits for one, in all.
+PROCESSES, PATIENCE = 2, 30.0
+
+
+class Builders:
+    """The processes that build constraints, for all models; each is started when it is needed."""
+
+    def __init__(self) -> None:
+        self._room = anyio.CapacityLimiter(PROCESSES)
+        self._free: list[_Builder] = []
+
+    async def constraint(self, formats: "Formats", wanted: Mapping[str, Any]) -> Constraint:
+        """Return the constraint of a format; cancelled, its process is killed."""
+        text = json.dumps(wanted, sort_keys=True)
+        if len(text) > LONGEST_SCHEMA:
+            raise InputError(
+                f"a schema of {len(text):,} characters", hint=f"at most {LONGEST_SCHEMA:,}"
+            )
+        kept = formats.kept(text)
+        if kept is not None:
+            return kept
+        async with self._room:
+            kept = formats.kept(text)  # someone else may have asked for it meanwhile
+            if kept is not None:
+                return kept
+            builder = self._free.pop() if self._free else _Builder()
+            try:
+                made = await anyio.to_thread.run_sync(
+                    builder.build, formats, wanted, abandon_on_cancel=True
+                )
+            except InputError:
+                self._free.append(builder)
+                raise
+            except BaseException:  # cancelled, or its process has ended
+                builder.close()
+                raise
+            self._free.append(builder)
+        formats.keep(text, made)
+        return made
+
+
+class _Builder:
+    """One process; what it has been told of the models' tokens."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"OPENBLAS_NUM_THREADS": "1"},  # and no key
+            start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+        )
+        self.close = weakref.finalize(self, _end, self._process)
+        self._told: set[str] = set()
+
+    def build(self, formats: "Formats", wanted: Mapping[str, Any]) -> Constraint:
+        """Return the constraint of a format; called in a thread."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        lines = []
+        if formats.name not in self._told:
+            texts = formats.texts()
+            told = {"alone": texts.alone, "behind": texts.behind, "are_names": texts.are_names}
+            lines.append({"model": formats.name, **told})
+            self._told.add(formats.name)
+        lines.append({"model": formats.name, **wanted})
+        try:
+            for line in lines:
+                stdin.write(json.dumps(line).encode() + b"\n")
+            stdin.flush()
+            answer = json.loads(stdout.readline() or "null")
+            if answer is not None and "shape" in answer:
+                rows, columns = answer["shape"]
+                data = stdout.read(rows * columns * np.dtype(np.int16).itemsize)
+                table = np.frombuffer(data, dtype=np.int16).reshape(rows, columns)
+                return Constraint.of_table(table, ends=answer["ends"])
+        except (OSError, ValueError):  # it has ended, in the middle of its answer
+            answer = None
+        if answer is None:
+            raise MachineError(
+                f"its machine was not built within {SECONDS:g} seconds of CPU time and the memory "
+                "that is allowed",
+                hint="a smaller schema or pattern",
+            )
+        raise InputError(answer["what"], hint=answer["hint"])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # unsent bytes for a process that is gone
+            pipe.close()
 
 
 class Formats:
-    """The constraints of one model's tokenizer, the most recent ones kept."""
+    """The constraints of one model that are kept, and the texts of its tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        self.name = name
         self.tokenizer = tokenizer
         self._kept: OrderedDict[str, Constraint] = OrderedDict()
-        self._lock = threading.Lock()
+        self._texts: TokenTexts | None = None
+        self._reading = threading.Lock()
 
-    def constraint(self, wanted: ResponseFormat) -> Constraint | None:
-        """Return the constraint of a format; None for plain text."""
-        match wanted.kind:
-            case "text":
-                return None
-            case "regex":
-                return self._of(wanted.pattern)
-            case "json_object":
-                return self._of(json_pattern({"type": "object"}))
-            case "json_schema":
-                return self._of(json_pattern(wanted.schema))
-
-    def _of(self, pattern: str) -> Constraint:
-        with self._lock:
-            if pattern in self._kept:
-                self._kept.move_to_end(pattern)
-                return self._kept[pattern]
-            machine = machine_of_regex(pattern, spaces=True)
-            if machine.n_states * self.tokenizer.vocab_size > MOST_ENTRIES:
-                size = f"{machine.n_states} states over {self.tokenizer.vocab_size} tokens"
-                raise InputError(f"a machine of {size}", hint="a smaller schema or pattern")
-            made = Constraint(machine, tokenizer=self.tokenizer)
-            self._kept[pattern] = made
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return made
-
-
-# --- JSON -----------------------------------------------------------------------------------------
-
-#: Characters of a string are those of ASCII; others are written as escapes.
-CHARACTER = r'([ !#-\[\]-~]|\\["\\/bfnrt]|\\u[0-9a-f][0-9a-f][0-9a-f][0-9a-f])'
-STRING = f'"{CHARACTER}*"'
-INTEGER = "-?(0|[1-9][0-9]*)"
-NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+-]?[0-9]+)?"
-COMMA, COLON = ", ?", ": ?"
-#: Words of a schema that constrain nothing.
-NOTES = (
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions"),
-)
-#: How deep references and parts may nest; values without a schema nest this much less.
-DEEPEST_SCHEMA, MOST_ITEMS = 12, 16
-#: Parts of a schema that are translated, and the characters of all their patterns together: a part
-#: that is referred to often is translated as often.
-MOST_PARTS, MOST_CHARACTERS = 5_000, 50 * LONGEST_PATTERN
-LONGEST_REFERENCE = 1_000
-LITERAL = {"boolean": "(true|false)", "null": "null", "integer": INTEGER, "number": NUMBER}
-
-
-def json_pattern(schema: Any) -> str:
-    """Return a regular expression for the JSON texts of a schema, with properties in its order.
-
-    A subset: types, enum, const, properties and required, items with minItems and maxItems,
-    anyOf, and references to definitions that do not contain themselves. A keyword that is not
-    among them is refused by name. Blanks stand behind `,` and `:` only, one or none.
-    """
-    return _Schema(schema).pattern(schema, "schema", 0)
-
-
-class _Schema:
-    """A schema with its definitions while it is translated."""
-
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        self.parts = self.characters = 0
-
-    def pattern(self, schema: Any, where: str, depth: int) -> str:
-        """Return the pattern of one part; refuse a schema as soon as it is too much work."""
-        self.parts += 1
-        if self.parts > MOST_PARTS:
-            raise _too_long(f"more than {MOST_PARTS:,} parts")
-        made = self.translated(schema, where, depth)
-        self.characters += len(_short(made))
-        if self.characters > MOST_CHARACTERS:
-            raise _too_long(f"parts of more than {MOST_CHARACTERS:,} characters together")
-        return made
-
-    def translated(self, schema: Any, where: str, depth: int) -> str:
-        """Return the pattern of one part, by its keywords."""
-        if depth > DEEPEST_SCHEMA:
-            raise InputError(f"{where} nests too deeply, or contains itself", hint="flatten it")
-        if schema is True or schema == {}:
-            return self.anything(1)
-        if not isinstance(schema, dict):
-            raise InputError(f"{where} is no schema", hint="an object")
-        rest = {key: value for key, value in schema.items() if key not in NOTES}
-        if "$ref" in rest:
-            self.only(rest, ("$ref",), where)
-            return self.pattern(self.definition(rest["$ref"], where), where, depth + 1)
-        for key in ("enum", "const"):
-            if key in rest:
-                self.only(rest, (key, "type"), where)
-                return self.listed(rest[key] if key == "enum" else [rest[key]], where)
-        if "anyOf" in rest:
-            self.only(rest, ("anyOf",), where)
-            parts = rest["anyOf"]
-            if not isinstance(parts, list) or not parts:
-                raise InputError(f"{where}.anyOf is no list of schemas")
-            return _either(
-                self.pattern(one, f"{where}.anyOf[{n}]", depth + 1) for n, one in enumerate(parts)
-            )
-        kind = rest.get("type", "object" if "properties" in rest else None)
-        if isinstance(kind, list):
-            return _either(
-                self.pattern({**self.of_type(rest, one), "type": one}, where, depth + 1)
-                for one in kind
-            )
-        match kind:
-            case "object":
-                return self.object_(rest, where, depth)
-            case "array":
-                return self.array(rest, where, depth)
-            case "string":
-                self.only(rest, ("type",), where)
-                return STRING
-            case "boolean" | "null" | "integer" | "number":
-                self.only(rest, ("type",), where)
-                return LITERAL[str(kind)]
-            case _:
-                raise InputError(f"{where} has the type {str(kind)[:40]!r}", hint="JSON's types")
-
-    @staticmethod
-    def of_type(rest: dict[str, Any], kind: Any) -> dict[str, Any]:
-        """Return the keywords that belong to one of several types."""
-        own = {
-            "object": ("properties", "required", "additionalProperties"),
-            "array": ("items", "minItems", "maxItems"),
-        }
-        others = {name for words in own.values() for name in words}
-        kept = own.get(str(kind), ())
-        return {k: v for k, v in rest.items() if k != "type" and (k in kept or k not in others)}
-
-    @staticmethod
-    def only(found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-        """Refuse keywords that would be ignored."""
-        for key in found:
-            if key not in known:
-                raise InputError(
-                    f"{where} has the keyword {key[:40]!r}, which is not offered",
-                    hint=f"keywords that are offered with it: {', '.join(known)}",
-                )
-
-    def definition(self, ref: Any, where: str) -> Any:
-        """Return what a reference names: `#`, or a path of names from there."""
-        found = self.root
-        if not isinstance(ref, str) or not ref.startswith("#") or len(ref) > LONGEST_REFERENCE:
-            raise InputError(f"{where} refers to another document", hint='"#/$defs/NAME"')
-        for name in ref.removeprefix("#").split("/")[1:]:
-            if not isinstance(found, dict) or name not in found:
-                raise InputError(f"{where} refers to {ref[:60]!r}, which is not there")
-            found = found[name]
+    def kept(self, text: str) -> Constraint | None:
+        """Return the constraint of a format if it is still there."""
+        found = self._kept.get(text)
+        if found is not None:
+            self._kept.move_to_end(text)
         return found
 
-    @staticmethod
-    def listed(values: Any, where: str) -> str:
-        """Return the pattern of some values as they are."""
-        if not isinstance(values, list) or not values:
-            raise InputError(f"{where} lists no value")
-        return _either(_quoted(json.dumps(value)) for value in values)
+    def keep(self, text: str, made: Constraint) -> None:
+        """Keep a constraint; those that were not used for longest go."""
+        self._kept[text] = made
+        while sum(one.target_QV.nbytes for one in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
 
-    def object_(self, rest: dict[str, Any], where: str, depth: int) -> str:
-        self.only(rest, ("type", "properties", "required", "additionalProperties"), where)
-        properties, required = rest.get("properties"), rest.get("required", [])
-        if isinstance(rest.get("additionalProperties"), dict):
-            raise InputError(f"{where} has a schema of other properties", hint="name them")
-        if properties is None:
-            return self.anything(1, only="object")
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise InputError(f"{where} has no table of properties and list of required ones")
-        for name in required:
-            if not isinstance(name, str) or name not in properties:
-                raise InputError(f"{where} requires {str(name)[:40]!r}, which has no schema")
-        needed_ones = frozenset(required)
-        members = [
-            (
-                _quoted(json.dumps(name))
-                + COLON
-                + self.pattern(part, f"{where}.properties.{name[:40]}", depth + 1),
-                name in needed_ones,
-            )
-            for name, part in properties.items()
-        ]
-        later = ""  # the members from here on, behind another one
-        first = ""  # the members from here on, as the first ones
-        for member, needed in reversed(members):
-            alone = member + later
-            first = alone if needed else f"({alone}|{first})" if first else f"({alone})?"
-            later = COMMA + member + later if needed else f"({COMMA}{member})?" + later
-            _short(first)
-        return rf"\{{{first}\}}"
-
-    def array(self, rest: dict[str, Any], where: str, depth: int) -> str:
-        self.only(rest, ("type", "items", "minItems", "maxItems"), where)
-        least, most = rest.get("minItems", 0), rest.get("maxItems")
-        for number in (least, 0 if most is None else most):
-            if type(number) is not int or not 0 <= number <= MOST_ITEMS:
-                raise InputError(f"{where} counts {number} items", hint=f"0 to {MOST_ITEMS}")
-        item = self.pattern(rest.get("items", True), f"{where}.items", depth + 1)
-        return rf"\[{_repeated(item, least, most)}\]"
-
-    def anything(self, nested: int, *, only: str = "") -> str:
-        """Return the pattern of any value whose arrays and objects nest this much."""
-        plain = _either([STRING, NUMBER, "true", "false", "null"])
-        inner = self.anything(nested - 1) if nested else plain
-        object_ = rf"\{{{_repeated(STRING + COLON + inner, 0, None)}\}}"
-        if only == "object":
-            return object_
-        return _either([plain, object_, rf"\[{_repeated(inner, 0, None)}\]"]) if nested else plain
-
-
-def _short(pattern: str) -> str:
-    """Return a pattern, or part of one, that is not too long; patterns of patterns grow fast."""
-    if len(pattern) > LONGEST_PATTERN:
-        raise _too_long(f"a pattern of more than {LONGEST_PATTERN:,} characters")
-    return pattern
-
-
-def _too_long(what: str) -> InputError:
-    return InputError(f"the schema makes {what}", hint="a smaller schema")
-
-
-def _either(parts: Iterable[str]) -> str:
-    made, length = [], 0
-    for part in parts:
-        made.append(part)
-        length += len(part) + 1
-        if length > LONGEST_PATTERN:
-            raise _too_long(f"a pattern of more than {LONGEST_PATTERN:,} characters")
-    return f"({'|'.join(made)})"
-
-
-def _repeated(item: str, least: int, most: int | None) -> str:
-    """Return items with commas between them, at least and at most so many."""
-    if most == 0:
-        return ""
-    if most is None:
-        more = f"({COMMA}{item})" * max(least - 1, 0) + f"({COMMA}{item})*"
-    else:
-        more = f"({COMMA}{item})" * max(least - 1, 0)
-        tail = ""
-        for _ in range(most - max(least, 1)):
-            tail = _short(f"({COMMA}{item}{tail})?")
-        more += tail
-    return _short(f"{item}{more}" if least else f"({item}{more})?")
-
-
-def _quoted(text: str) -> str:
-    """Return a pattern that matches this text alone."""
-    _short(text)
-    return _short("".join(c if c.isalnum() or c in ' "_,:-' else f"\\{c}" for c in text))
+    def texts(self) -> TokenTexts:
+        """Return the texts of the tokens, decoded once."""
+        with self._reading:
+            if self._texts is None:
+                self._texts = TokenTexts.of(self.tokenizer)
+            return self._texts
 
 
 # --- tools ----------------------------------------------------------------------------------------
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def reads_tools(template: ChatTemplate) -> bool:
     """Return whether a template offers tools in the form that is read here (Hermes', Qwen's)."""
     return any("tools" in source and OPEN in source for source in template.sources.values())
-
-
-def call_pattern(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return a regular expression for one call of one of these tools, arguments by its schema."""
-    parts: list[str] = []
-    for function in (tool["function"] for tool in tools):
-        _short("".join(parts))
-        if function["name"] in names:
-            schema = function.get("parameters") or {"type": "object", "properties": {}}
-            arguments = json_pattern(schema)
-            name = _quoted(json.dumps(function["name"]))
-            parts.append(rf'\{{"name": {name}, "arguments": {arguments}\}}')
-    return _short(f"{_quoted(OPEN)}{_either(parts)}{_quoted(CLOSE)}")
 
 
 @dataclass(frozen=True, slots=True)
