@@ -163,6 +163,10 @@ def run(*, kills: int = KILLS) -> Iterator[dict[str, object]]:
     """A row for each engine: how many of the kills led to the same bits."""
     for engine in ("torch", "numpy"):
         yield row(engine, list(trials(kills, engine=engine)))
+    from bench import power  # which trains as this does
+
+    for engine in ("torch", "numpy"):
+        yield power.row(engine)
 
 
 def row(engine: str, found: list[dict[str, Any]]) -> dict[str, object]:
