@@ -12,6 +12,7 @@ from glassformer.named.budget_lm import (
     LanguageModel,
     ModelConfig,
     MultiHeadAttention,
+    RelaxedTarget,
     SwiGLU,
     TransformerBlock,
     compute_model_dims,
@@ -114,6 +115,60 @@ def test_labels_are_aligned_not_shifted_inside():
         optimizer.step()
     assert loss.item() < 0.05
     assert torch.equal(model(inputs)[0].argmax(-1), labels)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 2000, "embedding_ratio": 0.25}, "embedding_ratio 0.25 .* 0.1625"),
+        ({"vocab_size": 2000, "embedding_ratio": 0.35}, "embedding_ratio 0.35 .* 0.1625"),
+        ({"vocab_size": 257, "total_params": 3_000_000}, "embedding_ratio 0.35 "),
+        ({"vocab_size": 97, "total_params": 1_000_000, "embedding_ratio": 0.99}, "ratio 0.99 "),
+        ({"vocab_size": 2000, "total_params": 500_000, "max_seq_length": 64}, "glu_expansion 2.66"),
+    ],
+)
+def test_a_target_that_is_out_of_reach_warns_and_the_drift_is_a_value(fields, message):
+    config = ModelConfig(**fields)
+    with pytest.warns(RelaxedTarget, match=message) as caught:
+        dims = compute_model_dims(config)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(RelaxedTarget, match=message):
+        spec = config.spec()
+    d_model, d_ff, n_layers = dims
+    assert (d_model, n_layers) == (spec.d_model, spec.n_layers)
+    total = count_parameters(spec)
+    assert dims.drift.total_params == pytest.approx(total / config.total_params - 1)
+    ratio = config.vocab_size * d_model / total
+    assert dims.drift.embedding_ratio == pytest.approx(ratio - config.embedding_ratio)
+    expansion = d_ff / d_model / config.glu_expansion - 1
+    assert dims.drift.glu_expansion == pytest.approx(expansion)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.35, 0.45])
+@pytest.mark.parametrize("expansion", [2.0, 2.66, 3.0, 4.0])
+def test_the_documents_own_targets_are_near(ratio, expansion):
+    dims = compute_model_dims(ModelConfig(embedding_ratio=ratio, glu_expansion=expansion))
+    assert abs(dims.drift.embedding_ratio) <= 0.01 and abs(dims.drift.glu_expansion) <= 0.1
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_tied_is_true_or_false(value):
+    with pytest.raises(InputError, match="tied_lm_head="):
+        ModelConfig(tied_lm_head=value)
+
+
+def test_labels_are_ids_of_any_whole_dtype():
+    model, ids = LanguageModel(tiny()), torch.randint(0, 23, (3, 11))
+    labels = ids.clone()
+    labels[0, :3] = IGNORED
+    expected = model(ids, labels=labels)[1]
+    for dtype in (torch.int32, torch.int16):
+        assert torch.equal(model(ids, labels=labels.to(dtype))[1], expected)
+    for bad in (torch.full_like(ids, 23), torch.full_like(ids, -1)):
+        with pytest.raises(InputError, match=r"label id .* is outside the vocabulary of 23"):
+            model(ids, labels=bad)
+    with pytest.raises(InputError, match=r"labels of dtype torch\.float32"):
+        model(ids, labels=labels.float())
 
 
 def test_initial_weights_have_std_002():

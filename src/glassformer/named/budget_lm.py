@@ -9,6 +9,7 @@ aligned with the logits: shifting is done by the data (`shift_for_lm`).
 A `LanguageModel` is a model as `gf.build` returns it; only its call is the document's.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,10 +38,12 @@ from glassformer.spec.train import RunSpec
 
 __all__ = [
     "IGNORED",
+    "Drift",
     "LanguageModel",
     "ModelConfig",
     "ModelDims",
     "MultiHeadAttention",
+    "RelaxedTarget",
     "SwiGLU",
     "TransformerBlock",
     "causal_mask",
@@ -55,22 +58,59 @@ __all__ = [
 IGNORED = -100
 #: The actual number of parameters is at most this far from the target.
 TOLERANCE = 0.005
+#: A warning says if the embedding ratio is farther than two points from the requested one, or the
+#: GLU expansion than a tenth; less is what whole dimensions cost.
+NEAR_RATIO, NEAR_EXPANSION = 0.02, 0.1
 
 
 # --- the budget -----------------------------------------------------------------------------------
 
 
-class ModelDims(NamedTuple):
-    """The dimensions that the budget decides."""
+class RelaxedTarget(UserWarning):
+    """A requested embedding ratio or GLU expansion that no design of this budget comes near."""
 
+
+class Drift(NamedTuple):
+    """How far a design is from what was requested.
+
+    total_params and glu_expansion: relative, 0.01 is 1 % more. embedding_ratio: a difference of
+    ratios, 0.01 is one point more.
+    """
+
+    total_params: float = 0.0
+    embedding_ratio: float = 0.0
+    glu_expansion: float = 0.0
+
+
+class _Sizes(NamedTuple):
     d_model: int
     d_ff: int
     n_layers: int
 
 
+class ModelDims(_Sizes):
+    """The dimensions that the budget decides, a tuple of three; `drift` from what was requested."""
+
+    drift = Drift()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A parameter budget. One that breaks a rule is refused here, an infeasible one when solved."""
+    """A parameter budget. One that breaks a rule is refused here, an infeasible one when solved.
+
+    vocab_size       tokens (16,000)
+    total_params     parameters, met within 0.5 % (10,000,000)
+    embedding_ratio  share of them in token embedding and untied head, 0 to 1 (0.35)
+    glu_expansion    d_ff / d_model (2.66)
+    n_heads          heads; d_model is a multiple of it (8)
+    tied_lm_head     the head is the embedding, transposed (True)
+    max_seq_length   longest sequence, and learned positions (512)
+    dropout          of attention weights, residuals and inner activations, in training (0.0)
+
+    The total and the vocabulary decide what ratios there are, so ratio and expansion are targets:
+    `compute_model_dims(config).drift` has how far they are missed, and a `RelaxedTarget` warning
+    says so where that is more than two points of ratio, or a tenth of the expansion.
+    """
 
     vocab_size: int = 16_000
     total_params: int = 10_000_000
@@ -83,6 +123,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         probability("dropout", self.dropout)
+        if not isinstance(self.tied_lm_head, bool):
+            raise InputError(f"tied_lm_head={self.tied_lm_head!r}", hint="True or False")
         self.budget()
 
     def budget(self) -> Budget:
@@ -105,16 +147,39 @@ class ModelConfig:
         return solve(self.budget(), alternatives=False)
 
     def spec(self) -> spec.ModelSpec:
-        """Return the model spec of the best design, with dropout."""
-        model = self.answer().spec
+        """Return the model spec of the best design, with dropout; warn of relaxed targets."""
+        answer = self.answer()
+        _warn_if_relaxed(answer)
+        model = answer.spec
         rates = spec.Dropout.from_number(self.dropout)
         return replace(model, decoder=replace(model.decoder, dropout=rates))
 
 
 def compute_model_dims(config: ModelConfig) -> ModelDims:
-    """Return d_model, d_ff and n_layers for the budget."""
-    sizes = config.answer().best.sizes
-    return ModelDims(sizes.d_model, sizes.d_ff, sizes.n_layers)
+    """Return d_model, d_ff and n_layers for the budget; warn of targets that are not met."""
+    answer = config.answer()
+    _warn_if_relaxed(answer)
+    sizes, best = answer.best.sizes, answer.best
+    dims = ModelDims(sizes.d_model, sizes.d_ff, sizes.n_layers)
+    dims.drift = Drift(best.error, best.ratio_drift or 0.0, best.glu_drift or 0.0)
+    return dims
+
+
+def _warn_if_relaxed(answer: Answer) -> None:
+    best, budget = answer.best, answer.budget
+    far = []
+    if budget.ratio is not None and abs(best.ratio_drift or 0.0) > NEAR_RATIO:
+        far.append(
+            f"embedding_ratio {budget.ratio.value:g} is out of reach of {budget.params:,} "
+            f"parameters with a vocabulary of {budget.vocab:,}: {best.embedding_ratio:.4f}"
+        )
+    if budget.expansion is not None and abs(best.glu_drift or 0.0) > NEAR_EXPANSION:
+        far.append(
+            f"glu_expansion {budget.expansion.value:g} is out of reach of whole dimensions: "
+            f"{best.glu_expansion:.3f}"
+        )
+    if far:
+        warnings.warn("; ".join(far), RelaxedTarget, stacklevel=3)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -230,6 +295,11 @@ class LanguageModel(CustomTransformerAdapter):
         if labels.shape != input_ids.shape:
             shape = tuple(input_ids.shape)
             raise InputError(f"labels have shape {tuple(labels.shape)}, the ids {shape}")
+        whole = not (labels.is_floating_point() or labels.is_complex())
+        if not whole or labels.dtype == torch.bool:
+            raise InputError(f"labels of dtype {labels.dtype}", hint="token ids, torch.long")
+        labels = labels.to(logits.device, torch.int64)
+        masks.token_ids(labels[labels != IGNORED], logits.shape[-1], name="label")
         total = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
