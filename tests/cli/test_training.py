@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -258,11 +260,8 @@ def test_the_command_that_began_a_run_resumes_it(glass, tmp_path):
     for other in (words[:-1], (*words, "train.clip=9")):
         code, _, err = glass(*other, "--resume")
         assert code == 2 and "is not one of" in err
-        assert f"glass train {tmp_path}/x/config.toml --name x --resume" in err
-    code, _, _ = glass(
-        *("train", tmp_path / "x" / "config.toml", "--name=x", f"--runs={tmp_path}", "--resume")
-    )
-    assert code == 0
+        (hint,) = re.findall(r"hint: glass (.* --resume) ", err)
+        assert glass(*shlex.split(hint))[0] == 0
 
 
 @pytest.mark.parametrize(

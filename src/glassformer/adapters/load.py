@@ -45,6 +45,7 @@ from glassformer.models.model import Model, dtype_of, load_weights, tensor_view
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
+from glassformer.spec.disk import check_new
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
@@ -110,8 +111,7 @@ class WrappedAdapter(BaseAdapter):
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a Hugging Face folder with transformers; the tokenizer's files are copied."""
         folder = Path(path)
-        if folder.exists():
-            raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+        check_new(folder)
         module: Any = self.model
         module.save_pretrained(folder)
         for name, data in ({} if self.origin is None else read_origin(self.origin)).items():

@@ -21,6 +21,7 @@ from glassformer.kernels.threads import check_threads, taking, threads_of_decodi
 from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.lab.measure import evaluate as evaluation
 from glassformer.lab.measure.scores import decoded_scores
+from glassformer.lab.next_steps import resume_command
 from glassformer.lab.recipes import (
     FINETUNE,
     built_task,
@@ -228,9 +229,8 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
         title = "this spec" if isinstance(what, RunSpec) else what
         raise InputError(
             f"the run {folder.name} is not one of {title}",
-            hint=f"{{glass train {folder}/config.toml --name {folder.name} --resume|"
-            f'gf.train("{folder}/config.toml", name="{folder.name}", resume=True)}} goes on with '
-            "it; another {--name|name} starts a run of its own",
+            hint=f"{{{resume_command(folder)}|its own task or config}} resumes it; another "
+            "{--name|name} starts a run of its own",
         )
     other = [text for text in overrides if not text.startswith("train.steps=")]
     if override_parts(spec, other) != spec:

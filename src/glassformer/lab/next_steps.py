@@ -25,7 +25,7 @@ from glassformer.spec.disk import make_folder, replace_file
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
-from glassformer.spec.train import RunSpec
+from glassformer.spec.units import pasted
 from glassformer.store.rundir import RunRef, cache_folder
 
 #: Commands to paste, and what each does.
@@ -132,13 +132,13 @@ def after_training(run: TrainingRun) -> Commands:
     """Return three commands for a run that has ended, or how to go on with one that has not."""
     name = short_name(run.directory.folder)
     if run.stopped:
-        return [(resume_command(run.spec, run.directory.folder), "go on")]
+        return [(resume_command(run.directory.folder), "go on")]
     prompt = shlex.quote(example_prompt(run.task))
     use = (f"glass generate {name} {prompt}", "let it answer")
     if isinstance(run.spec.task, FinetuneTask) and _can_chat(run):
         use = (f"glass chat {name}", "talk to it")
     if run.spec.model.head_names() == ("answer",):
-        use = (f"glass explore {run.directory.folder}", "look around in a browser")
+        use = (f"glass explore {pasted(run.directory.folder)}", "look around in a browser")
     return [
         (f"glass evaluate {name}", "how well, by group, on held-out examples"),
         (f"glass inspect {name} {prompt}", "where it attends, which heads matter"),
@@ -153,10 +153,10 @@ def _can_chat(run: TrainingRun) -> bool:
     )
 
 
-def resume_command(spec: RunSpec, folder: Path) -> str:
+def resume_command(folder: Path) -> str:
     """Return the command that goes on with a run: its own config, its name, its folder."""
-    config = shlex.quote(str(folder / "config.json"))
-    elsewhere = "" if str(folder.parent) == "runs" else f" --runs {shlex.quote(str(folder.parent))}"
+    config = pasted(folder / "config.json")
+    elsewhere = "" if str(folder.parent) == "runs" else f" --runs {pasted(folder.parent)}"
     return f"glass train {config} --name {folder.name}{elsewhere} --resume"
 
 
@@ -164,7 +164,7 @@ def after_evaluation(path: str) -> Commands:
     """Return commands for a run, or a model made of one, that was measured."""
     folder = RunRef.parse(path).folder
     name, other = short_name(folder), _newest_beside(folder)
-    beside = (f"glass explore {shlex.quote(str(folder))}", "look around in a browser")
+    beside = (f"glass explore {pasted(folder)}", "look around in a browser")
     if other is not None:
         beside = (f"glass compare {name} {short_name(other)}", "side by side with another run")
     verify = (f"glass verify {name}", "that cache, batch and padding change nothing")
@@ -205,13 +205,13 @@ def after_quantizing(folder: Path, prompt: str, *, continues: bool = True) -> Co
     return [
         (f"glass verify {name}", "that it computes what its weights say"),
         use,
-        (f"glass explore {shlex.quote(str(folder))}", "where it differs, in a browser"),
+        (f"glass explore {pasted(folder)}", "where it differs, in a browser"),
     ]
 
 
 def after_converting(folder: Path, to: str, prompt: str, *, continues: bool = True) -> Commands:
     """Return commands for a model that was written in another format."""
-    place, prompt = shlex.quote(str(folder)), shlex.quote(prompt)
+    place, prompt = pasted(folder), shlex.quote(prompt)
     answer = (f"glass generate {place} {prompt}", "let it answer")
     if not continues:
         answer = (f"glass inspect {place} {prompt}", "what it predicts, and why")
@@ -236,7 +236,7 @@ def after_converting(folder: Path, to: str, prompt: str, *, continues: bool = Tr
 
 def after_inspecting(model: str, text: str) -> Commands:
     """Return commands for a text that was inspected."""
-    name, text = shlex.quote(model), shlex.quote(text)
+    name, text = pasted(model), shlex.quote(text)
     return [
         (f"glass inspect {name} {text} -o inspect.html", "all of it, as a page"),
         (f"glass explore {name}", "the same with a mouse"),
@@ -245,14 +245,14 @@ def after_inspecting(model: str, text: str) -> Commands:
 
 def after_report(name: str) -> Commands:
     """Return commands for a run that was reported."""
-    return [(f"glass explore {shlex.quote(name)}", "the same, alive in a browser")]
+    return [(f"glass explore {pasted(name)}", "the same, alive in a browser")]
 
 
 def short_name(folder: Path) -> str:
     """Return a run as it is typed here: its name if it is in ./runs, else its path."""
     name = folder.name
     plain = folder.parent == Path("runs") and not Path(name).exists()
-    return shlex.quote(name if plain else str(folder))
+    return pasted(name if plain and not name.startswith("-") else folder)
 
 
 def example_prompt(task: Task) -> str:

@@ -61,6 +61,7 @@ from glassformer.quant.smooth import (
     quantize_on,
 )
 from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.disk import check_new
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
@@ -389,8 +390,7 @@ def quantize_folder(
     progress: Progress | None = None,
 ) -> Outcome:
     """Open, calibrate or train if requested, quantize, write, open again, compare."""
-    if out.exists():
-        raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
+    check_new(out, hint="choose another {--out|out}, or remove it first")
     adapter = load(path, device=wish.device)
     if not isinstance(adapter, NativeAdapter):
         raise InputError("only a model of our own parts can be quantized", where=path)
@@ -606,8 +606,7 @@ def _native(model: str | Path | AnyModel) -> NativeAdapter:
 
 def dequantize_folder(path: str, out: Path) -> Path:
     """Write the float32 model with exactly the weights of a quantized folder."""
-    if out.exists():
-        raise InputError(f"{out} exists", hint="choose another {--out|out}, or remove it first")
+    check_new(out, hint="choose another {--out|out}, or remove it first")
     adapter = load(path)
     dequantize_model(cast(Model, adapter.model))  # refuses what has no quantized layer of ours
     assert isinstance(adapter, NativeAdapter)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from glassformer.spec.errors import FileError
+from glassformer.spec.errors import FileError, InputError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -114,6 +114,13 @@ def folder_beside(path: Path) -> Iterator[Path]:
     finally:  # an interrupt too
         shutil.rmtree(beside, ignore_errors=True)
         os.close(handle)
+
+
+def check_new(path: Path, *, hint: str = "choose another name, or remove it first") -> None:
+    """Raise if something has this name, be it a link that leads nowhere."""
+    if os.path.lexists(path):
+        _remove_leftovers(path)
+        raise InputError(f"{path} exists", hint=hint)
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -1,7 +1,9 @@
 """Numbers as people write them (`10M`, `0.5%`), bytes, FLOPs, seconds, and text made visible."""
 
 import re
+import shlex
 from decimal import Decimal, InvalidOperation
+from pathlib import PurePath
 
 from glassformer.spec.errors import InputError
 
@@ -77,6 +79,12 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} {units[-1]}"
+
+
+def pasted(path: str | PurePath) -> str:
+    """Return a path as a shell takes it: quoted where it must be, and never read as an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 #: What a terminal would act on: control characters but for line ends and tabs.

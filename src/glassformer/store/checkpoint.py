@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from glassformer.spec.disk import create, folder_beside, make_folder, rename, sync_folder
+from glassformer.spec.disk import check_new, create, folder_beside, make_folder, rename, sync_folder
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import Quantization, from_record, stored_tensors, to_record
@@ -105,8 +105,7 @@ def save_checkpoint(
 
     `files` adds others by name (a tokenizer, a training state); they are hashed like the rest.
     """
-    if folder.exists():
-        raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+    check_new(folder)
     problems = explain_misfit(spec, {name: array.shape for name, array in weights.items()})
     if problems:
         raise InputError(f"the weights do not fit the spec: {problems}")
@@ -290,8 +289,7 @@ def save_quantized(
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a new checkpoint folder; one that exists is never overwritten."""
-    if folder.exists():
-        raise InputError(f"{folder} exists", hint="choose another name, or remove it first")
+    check_new(folder)
     header = {name: (CODES[array.dtype], array.shape) for name, array in weights.items()}
     problems = _explain(stored_tensors(spec, quantization), header)
     if problems:

@@ -23,6 +23,7 @@ from glassformer.adapters.table import Family, Plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import array_of, numpy_view, torch_dtype
+from glassformer.spec.disk import check_new
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -47,8 +48,7 @@ def export_hf(
 ) -> Exported:
     """Write a Hugging Face folder; an existing one is never overwritten."""
     place, spec = Path(folder), adapter.spec
-    if place.exists():
-        raise InputError(f"{place} exists", hint="choose another name, or remove it first")
+    check_new(place)
     first = str((adapter.imported_config or {}).get("model_type", ""))
     family = counterpart(spec, families_that_write(), first=first)
     plan = family.plan(spec)

@@ -46,6 +46,7 @@ from glassformer.adapters.tokenizers.pieces import CONTROL, UNUSED, USER_DEFINED
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import one_of
+from glassformer.spec.disk import check_new
 from glassformer.spec.errors import InputError
 from glassformer.store.checkpoint import publishing_file
 
@@ -152,8 +153,7 @@ def export_gguf(adapter: NativeAdapter, path: str | Path, *, dtype: str = "f32")
     """Write a GGUF file; an existing one is never overwritten."""
     one_of("dtype", dtype, DTYPES)
     place, spec = Path(path), adapter.spec
-    if place.exists():
-        raise InputError(f"{place} exists", hint="choose another name, or remove it first")
+    check_new(place)
     if place.suffix.lower() != SUFFIX:
         raise InputError(f"{place} does not end in {SUFFIX}", hint=f"{place}{SUFFIX}")
     library()

@@ -1,7 +1,6 @@
 """`glass demo`: train from scratch, verify, decode, inspect; each step is also a verb."""
 
 import json
-import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.kernels.threads import one_blas_thread, taking
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers
+from glassformer.spec.units import pasted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ def free_folder(runs: Path, name: str, *, overwrite: bool) -> Path:
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
     """Return commands to try on the run, ready to paste, and what each one shows."""
-    place = shlex.quote(str(folder))
+    place = pasted(folder)
     return [
         (f"glass explore {place}", "look around in it, in a browser"),
         (f'glass inspect {place} "3 1 4 15 9" --kind cross --layer 1', "where it looks, and why"),
@@ -166,7 +166,7 @@ def _train(run: "TrainingRun", *, overwrite: bool) -> tuple[int, dict[str, Any]]
     result = api.result_of(run) | {"seconds": round(time.perf_counter() - began, 1)}
     if not run.stopped:
         return 0, result
-    elsewhere = "" if str(folder.parent) == "runs" else f" --runs {shlex.quote(str(folder.parent))}"
+    elsewhere = "" if str(folder.parent) == "runs" else f" --runs {pasted(folder.parent)}"
     tell(f"stopped at step {run.progress.step}, state saved; go on with")
     tell(f"  glass train {TASK} --name {folder.name}{elsewhere} --resume")
     return 128 + (caught[0] if caught else signal.SIGINT), result
@@ -206,7 +206,7 @@ def _after_training(run: "TrainingRun", result: dict[str, Any], say: Any) -> int
     run.directory.write("report.html", page)
     result["report"] = str(run.directory.folder / "report.html")
     say(f"\nreport    {result['report']}: all of this and more, for any browser")
-    say(f"          (glass report {shlex.quote(str(run.directory.folder))} makes it anew)")
+    say(f"          (glass report {pasted(run.directory.folder)} makes it anew)")
     return 1 if report.failed else 0
 
 

@@ -1,7 +1,6 @@
 """`glass prepare`: encode a corpus, print what became of it, and what to do next. No torch."""
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from glassformer.cli.shell.options import AsJson, Runs, takes
 from glassformer.cli.shell.terminal import end
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
+from glassformer.spec.units import pasted
 
 if TYPE_CHECKING:
     from glassformer.lab.corpus import PreparedCorpus
@@ -85,7 +85,7 @@ def _prepare(
     corpus = prepared(paths, folder, PrepareSpec(**options), overwrite=overwrite)
     _tell(corpus, as_json=as_json)
     if not as_json:
-        place = shlex.quote(str(folder))
+        place = pasted(folder)
         end(
             "",
             [
