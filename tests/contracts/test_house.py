@@ -364,7 +364,7 @@ ONE_IMPORTER = {
     "named.seq2seq": "one source document's names; the package is their table",
     "serve.app": "the endpoints; the verb starts them",
     "serve.answers": "the shapes of answers and their streams; the endpoints make them",
-    "spec.block": "the parts of a block; model re-exports them",
+    "spec.program": "what a model computes, operation by operation; whoever needs it reads the list",
     "training.stacked_step": "the step of many models; the engine is what surrounds it",
     "web.app.server": "the explorer's app; cli starts it",
     "web.pages.design": "a page with its routes; the server is the table",
