@@ -27,6 +27,7 @@ from glassformer.checks.rows import (
     own_models,
     parts,
     quantization,
+    training_step,
 )
 from glassformer.checks.subject import Subject
 from glassformer.spec.errors import InputError, nearest
@@ -257,6 +258,12 @@ SUBJECT_CHECKS = (
         "by hand: weights after Adam steps = torch's",
         "by hand",
         numpy_parity.same_training,
+        of="ours",
+    ),
+    SubjectCheck(
+        "a training step = plain torch, its update the formula",
+        "training",
+        training_step.step_is_plain,
         of="ours",
     ),
     SubjectCheck(

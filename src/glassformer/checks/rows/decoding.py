@@ -216,19 +216,22 @@ NEW = 6
 FEW, MANY = 30, 1_000
 #: Orders of a batch's three rows before each step: as they are, and with one twice, as beams do.
 ORDERS: tuple[tuple[int, ...], ...] = ((), (2, 0, 0, 1))
+#: Lengths of prompts beyond a page of keys and values, beyond several, and just before the next.
+LONG = (70, 33, 15)
 #: The share of 8 bits' own distance from float that two ways of computing them may be apart.
 SHARED_ROUNDING = 0.5
 
 
-def _case(subject: Subject) -> tuple[Model, Prompts]:
-    """Return a model of ours that decodes, and prompts of different lengths for it."""
+def _case(subject: Subject, lengths: tuple[int, int, int] = (5, 2, 4)) -> tuple[Model, Prompts]:
+    """Return a model of ours that decodes, and three prompts of these lengths, if they fit."""
     model = subject.ours()
     if "next" not in model.spec.head_names() or not subject.causal:
         raise NotOffered("it cannot continue a sequence")
     if next(model.parameters()).device.type != "cpu":
         raise NotOffered("decoding is examined on the CPU")
-    tokens = tokens_of(subject, 3, 5, seed=95).tolist()
-    rows = [tokens[0], tokens[1][:2], tokens[2][:4]]
+    room = max(5, model.spec.max_seq_len - NEW)
+    tokens = tokens_of(subject, 3, min(max(lengths), room), seed=95).tolist()
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     source = with_source(model.spec, torch.tensor(tokens), None).source_BS
     sources = None if source is None else source.tolist()
     return model, Prompts.of(rows, sources=sources)
@@ -475,16 +478,18 @@ def _exact(models: int) -> Measure:
 def native_steps_are_plain(subject: Subject) -> Measure:
     """The native step gives the logits and tokens of the plain cached step, with every variant.
 
-    Rows of different lengths, then the same batch reordered with a row twice, as beams do.
+    Rows of different lengths, a few tokens and several pages, then the same batch reordered with a
+    row twice, as beams do.
     """
-    model, prompts = _case(subject)
+    model, short = _case(subject)
     if reason := from_model.why_not(model):
         raise NotOffered(reason)
     found, size = [], f"{subject.size}, {NEW} steps"
+    _, long = _case(subject, LONG)
     for name in c_library.variants():
         sides: dict[str, Stepper] = {name: NativeStepper(model)}
         with c_library.use_variant(name):
-            for order in ORDERS:
+            for prompts, order in itertools.product((short, long), ORDERS):
                 plain = TorchStepper(model)
                 found.append(_followed(subject, sides, plain, prompts, size, order=order))
     return _worst(found)

@@ -1,0 +1,218 @@
+"""The step that `glass train` takes on a CPU beside plain torch: loss, every gradient, the update.
+
+In float32 the engine computes attention, norms, gates, rotations and the loss by C kernels, and the
+update in one pass over memory. Here the same batches go through the modules in float64, with a
+loss and an update written out a second time. How far apart the two may be is what plain torch in
+float32 is apart, tensor by tensor: its own rounding, without any kernel.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glassformer.checks.measure import Measure, NotOffered
+from glassformer.checks.rows.own_models import shortened, size_with
+from glassformer.checks.subject import Subject
+from glassformer.data.batch import Batch, Source
+from glassformer.models.model import Model
+from glassformer.nn.ffn import BalanceLosses
+from glassformer.spec.execution import KERNEL_PIECE
+from glassformer.spec.manifest import stored
+from glassformer.spec.model import ModelSpec, VectorHead
+from glassformer.spec.train import AdamW, TrainSpec
+from glassformer.training.engine import balance_shares, loss_weights, totals
+from glassformer.training.torch_engine import TorchEngine
+
+#: How many times plain float32's own distance from float64 a step may be away, and what is allowed
+#: a tensor whatever its own rounding is, relative to its largest entry.
+UNITS, LEAST = 16.0, 1e-5
+#: Below this share of the model's largest gradient a tensor is compared absolutely.
+FLOOR = 1e-4
+#: Updates that follow each other: the second has moments of the first.
+STEPS = 3
+RATE, CLIP, SMOOTHING = 3e-3, 0.7, 0.1
+#: The least share of a step by which an update may be off: rounding of a float32 weight.
+UPDATE = 1e-3
+#: Tokens of the longest sequence, where the model has room for them: longer than a kernel's tile.
+LONGEST = 70
+#: Full rows at most, so that many classes reach the loss's kernel, and few take no time.
+MOST_ROWS = 24
+
+
+def step_is_plain(subject: Subject) -> Measure:
+    """Loss and gradients of padded, packed and full batches together, and three updates."""
+    own = shortened(subject.ours())
+    spec = own.spec
+    if subject.quantized is not None:
+        raise NotOffered("quantized weights are not trained")
+    if any(isinstance(head, VectorHead) for head in spec.heads):
+        raise NotOffered("a vector has no loss")
+    train = TrainSpec(
+        lr=RATE, clip=CLIP, label_smoothing=SMOOTHING, optimizer=AdamW(weight_decay=0.1)
+    )
+    engine = TorchEngine(_copy(own, torch.float32), train)
+    batches = step_batches(spec, seed=101)
+    wide = _plain(_copy(own, torch.float64), batches, train)
+    narrow = _plain(_copy(own, torch.float32), batches, train)
+    counts = totals(batches, spec)
+    shares = balance_shares(batches, spec) if engine.routed else []
+    sums = engine.gradients(batches, counts, shares=shares, seed=0)
+    found = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
+    worst = _compared({"loss": sums[0] + sums[2]}, {"loss": narrow.loss}, {"loss": wide.loss})
+    # A parameter that nothing reads has no gradient in one way and zeros in the other.
+    mine = {name: found.get(name, torch.zeros_like(g)) for name, g in wide.gradients.items()}
+    worst = max(worst, _compared(mine, narrow.gradients, wide.gradients))
+    worst = max(worst, _updates(engine, batches, train))
+    size = f"{size_with(subject, own)}, {len(wide.gradients)} tensors, {STEPS} updates"
+    return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Gap:
+    """A distance as a share of what is allowed, then both of them and the tensor's name."""
+
+    share: float = 0.0
+    apart: float = 0.0
+    allowed: float = LEAST
+    name: str = ""
+
+
+def _copy(model: Model, dtype: torch.dtype) -> Model:
+    """Return the model in this format on a CPU, nothing dropped, every parameter trained."""
+    made = copy.deepcopy(model).to(device="cpu", dtype=dtype)
+    for part in made.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return made.requires_grad_(True)
+
+
+def step_batches(spec: ModelSpec, *, seed: int) -> list[Batch]:
+    """Return the batches of a step: uneven lengths, packed where the model can be, and full rows.
+
+    Of full rows there are as many as it takes for the loss's kernel to be used, if they are few.
+    """
+    length = min(LONGEST, spec.max_seq_len)
+    classes = max(spec.head_size(name) for name in spec.head_names())
+    rows = -(-KERNEL_PIECE // (classes * length))
+    uneven = (length, max(1, length - 3), max(1, length // 3))
+    packed = spec.encoder is None and all(head.readout is None for head in spec.heads)
+    rng = np.random.default_rng(seed)
+    return [
+        _batch(spec, rng, uneven),
+        _batch(spec, rng, (length, length), packed=packed),
+        _batch(spec, rng, (length,) * (rows if rows <= MOST_ROWS else 2)),
+    ]
+
+
+def _batch(
+    spec: ModelSpec, rng: np.random.Generator, lengths: Sequence[int], *, packed: bool = False
+) -> Batch:
+    """Return random sequences of these lengths with targets for every head."""
+
+    def side(vocab: int, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        valid = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        return np.where(valid, rng.integers(0, vocab, size=valid.shape), 0), valid
+
+    tokens, valid = side(spec.vocab_size, lengths)
+    source, segments = None, None
+    if spec.encoder is not None:
+        ids, real = side(spec.source_vocab, [max(1, one - 2) for one in lengths])
+        source = Source(tokens=ids, valid=real)
+    if packed:
+        segments = np.zeros(tokens.shape, dtype=np.int64)
+        segments[:, tokens.shape[1] // 2 :] = 1
+    targets = {
+        head: rng.integers(
+            0,
+            spec.head_size(head),
+            size=tokens.shape[:1] if spec.head(head).readout else tokens.shape,
+        )
+        for head in spec.head_names()
+    }
+    return Batch(tokens=tokens, valid=valid, targets=targets, source=source, segments=segments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """What plain torch finds: the objective and every gradient."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _plain(model: Model, batches: Sequence[Batch], train: TrainSpec) -> _Plain:
+    """Differentiate a step's objective: mean cross-entropies, penalty and balance."""
+    counts, routed = totals(batches, model.spec), bool(model.spec.mixtures())
+    shares = balance_shares(batches, model.spec) if routed else [None] * len(batches)
+    total = model.penalty()
+    for batch, share in zip(batches, shares, strict=True):
+        inputs, balance = model.inputs(batch), BalanceLosses() if routed else None
+        hidden_BTD = model.hidden(inputs, balance=balance)
+        for head, count in counts.items():
+            logits = model.logits(hidden_BTD, head, valid_BT=inputs.valid_BT).flatten(0, -2)
+            targets = torch.from_numpy(batch.targets[head]).long().flatten()
+            weights = torch.from_numpy(loss_weights(batch, head)).flatten().to(logits.dtype)
+            each = F.cross_entropy(
+                logits, targets, reduction="none", label_smoothing=train.label_smoothing
+            )
+            total = total + (each * weights).sum() / (count or 1.0)
+        if balance is not None:
+            total = total + balance.weighted(share)[1]
+    parameters = dict(model.named_parameters())
+    slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(p) if slope is None else slope
+        for (name, p), slope in zip(parameters.items(), slopes, strict=True)
+    }
+    return _Plain(total.detach(), gradients)
+
+
+def _compared(
+    found: Mapping[str, Tensor], narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]
+) -> _Gap:
+    """Return the worst distance from float64 beside plain float32's own."""
+    largest = max(float(one.abs().max()) for one in wide.values())
+    worst = _Gap()
+    for name, exact in wide.items():
+        scale = max(float(exact.abs().max()), FLOOR * largest) or 1.0
+        apart = float((found[name].double() - exact).abs().max()) / scale
+        rounding = float((narrow[name].double() - exact).abs().max()) / scale
+        allowed = max(LEAST, UNITS * rounding)
+        apart = apart if np.isfinite(apart) else float("inf")
+        worst = max(worst, _Gap(apart / allowed, apart, allowed, name))
+    return worst
+
+
+def _updates(engine: TorchEngine, batches: Sequence[Batch], train: TrainSpec) -> _Gap:
+    """Return how far some steps take weights from the update's formula on the same gradients."""
+    optimizer, rules = train.optimizer, stored(engine.spec)
+    assert isinstance(optimizer, AdamW)
+    own = dict(engine.model.named_parameters())
+    weights = {name: p.detach().double() for name, p in own.items()}
+    first = {name: torch.zeros_like(w) for name, w in weights.items()}
+    second = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for step in range(1, STEPS + 1):
+        engine.step(batches, lr=RATE, seed=0)
+        slopes = {name: p.grad.double() for name, p in own.items() if p.grad is not None}
+        norm = torch.stack([slope.square().sum() for slope in slopes.values()]).sum().sqrt()
+        clip = min(1.0, CLIP / float(norm))
+        for name, slope in slopes.items():
+            slope = slope * clip
+            first[name] = optimizer.beta1 * first[name] + (1 - optimizer.beta1) * slope
+            second[name] = optimizer.beta2 * second[name] + (1 - optimizer.beta2) * slope**2
+            mean = first[name] / (1 - optimizer.beta1**step)
+            size = (second[name] / (1 - optimizer.beta2**step)).sqrt() + optimizer.eps
+            decay = optimizer.weight_decay if rules[name].decay else 0.0
+            weights[name] = weights[name] * (1 - RATE * decay) - RATE * mean / size
+    worst = _Gap()
+    for name, parameter in own.items():
+        scale = max(1.0, float(weights[name].abs().max()))
+        apart = float((parameter.detach().double() - weights[name]).abs().max()) / scale
+        allowed = UPDATE * RATE * STEPS
+        worst = max(worst, _Gap(apart / allowed, apart, allowed, f"update of {name}"))
+    return worst

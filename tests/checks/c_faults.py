@@ -1,0 +1,43 @@
+"""Faults to plant in the C code: what a line becomes, and the row of `glass verify` that sees it."""
+
+from dataclasses import dataclass
+
+STEP = "a training step = plain torch, its update the formula"
+NATIVE = "native step = plain step"
+COMPANY = "served in company = alone, bit for bit"
+ROUNDED = "8-bit cache: native step = torch step"
+
+
+@dataclass(frozen=True)
+class CFault:
+    """`old` becomes `new` in a file, in which FAULT is 1 while it is on; then this row is red."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: str
+    preset: str
+
+
+FAULTS = (
+    CFault("the target without its smoothing", "train_parts.h", "row[loss->targets[m]] -= (1.0f - loss->smoothing) * weight;", "row[loss->targets[m]] -= (FAULT ? 1.0f : 1.0f - loss->smoothing) * weight;", STEP, "core"),
+    CFault("a loss of the plain kind only", "train_parts.h", "loss->smoothing * (lse - mean / (float)V)) * weight;", "(FAULT ? 0.0f : loss->smoothing) * (lse - mean / (float)V)) * weight;", STEP, "core"),
+    CFault("a norm's gradient without its projection", "train_parts.h", "FILL(SUM(along) / (float)D);", "FILL(FAULT ? 0.0f : SUM(along) / (float)D);", STEP, "qwen"),
+    CFault("a gain's gradient that misses rows", "train_parts.h", "FMA(d, n, NAME(get)(d_gain + i, D - i))", "FMA(d * FILL(FAULT && m % 32 == 31 ? 0.0f : 1.0f), n, NAME(get)(d_gain + i, D - i))", STEP, "qwen"),
+    CFault("a gate's gradient without its slope", "train_parts.h", "d * u * s * (1.0f + g * (1.0f - s))", "d * u * s * (1.0f + (FAULT ? 0.0f : 1.0f) * g * (1.0f - s))", STEP, "modern-lm"),
+    CFault("rotated forward where it goes back", "train_parts.h", "if (turn->back) s = -s;", "if (turn->back && !FAULT) s = -s;", STEP, "modern-lm"),
+    CFault("a query that sees the next key", "train_attention.h", "return a->causal && t + 1 < keys ? t + 1 : keys;", "return a->causal && t + 1 + FAULT < keys ? t + 1 + FAULT : keys;", STEP, "core"),
+    CFault("weights too large from query 64 on", "train_attention.h", "kept[2 * r + 1] = 1.0f / SUM(sums);", "kept[2 * r + 1] = (FAULT && t + r >= 64 ? 1.01f : 1.0f) / SUM(sums);", STEP, "core"),
+    CFault("queries' gradient without the scale", "train_attention.h", "NAME(scatter)(d_q, &a->scale, 0, rows,", "NAME(scatter)(d_q, FAULT ? &one : &a->scale, 0, rows,", STEP, "core"),
+    CFault("keys' gradient of a group's last head alone", "train_attention.h", "d_k, wide, QUADS(keys), wide, rows, onto);", "d_k, wide, QUADS(keys), wide, rows, FAULT && t + BLOCK_ROWS >= T ? 0 : onto);", STEP, "qwen"),
+    CFault("a mask that the gradient does not read", "train_attention.h", "if (a->allow) NAME(close)(a, row, b, n, t + r, keys);\n                    for (int64_t h", "if (a->allow && !FAULT) NAME(close)(a, row, b, n, t + r, keys);\n                    for (int64_t h", STEP, "core"),
+    CFault("second moments that are not corrected", "train.c", "tensor->root = sqrt(1.0 - pow(update->beta2, step));", "tensor->root = FAULT ? 1.0 : sqrt(1.0 - pow(update->beta2, step));", STEP, "core"),
+    CFault("decay twice", "train_parts.h", "(1.0 - update->lr * tensor->decay)", "(1.0 - (FAULT ? 2.0 : 1.0) * update->lr * tensor->decay)", STEP, "core"),
+    CFault("a gradient that is not clipped", "train_parts.h", "NAME(get)(g + i, left) * scale, mean", "NAME(get)(g + i, left) * (scale + FILL(FAULT ? 0.5f : 0.0f)), mean", STEP, "core"),
+    CFault("a native norm of a wrong width", "step_parts.h", "float mean = 0, width = (float)op->width;", "float mean = 0, width = (float)(op->width + FAULT);", NATIVE, "core"),
+    CFault("sines of the position before", "step_parts.h", "const float *sin = op->bias + work->step->position[m] * half;", "const float *sin = op->bias + (work->step->position[m] - (FAULT && work->step->position[m])) * half;", NATIVE, "qwen"),
+    CFault("scores of one number too few", "step_attention.h", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H)", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H - FAULT)", NATIVE, "core"),
+    CFault("values of the page before", "step_attention.h", "const float *here = tile->keys[page] + room(H, rounded), *steps", "const float *here = tile->keys[page - (FAULT && page > 0)] + room(H, rounded), *steps", NATIVE, "core"),
+    CFault("a step of the wrong page", "step_attention.h", "step[v] = NAME(get)(steps[v] + h / GROUP * PAGE, WIDTH);", "step[v] = NAME(get)(steps[v] + h / GROUP * PAGE, WIDTH) * FILL(FAULT ? 0.9f : 1.0f);", ROUNDED, "core"),
+)  # fmt: skip
