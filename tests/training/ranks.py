@@ -84,6 +84,17 @@ def equal(ranks: Ranks, folder: Path) -> dict[str, float]:
     return found
 
 
+def narrow(ranks: Ranks, folder: Path) -> dict[str, float]:
+    """In float32, where one process computes by C kernels."""
+    exact = tuple(word.replace("float64", "float32") for word in EXACT)
+    runs = {"machine": machine(*exact, EXPERTS), "reverse": RUNS["reverse"](*exact)}
+    return {
+        f"{name}, sharded {sharded}": gap(run, ranks, sharded=sharded)
+        for name, run in runs.items()
+        for sharded in (False, True)
+    }
+
+
 FAULTS = (
     Fault(
         "each rank divides by its own tokens",
@@ -239,6 +250,7 @@ def crossing(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 CASES: tuple[Callable[[Ranks, Path], Any], ...] = (
     equal,
+    narrow,
     faults,
     idle,
     not_finite,

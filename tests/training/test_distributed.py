@@ -41,6 +41,11 @@ def test_two_ranks_are_one(found):
         assert max(rank["equal"].values()) <= ROUNDING, rank["equal"]
 
 
+def test_two_ranks_are_one_in_float32(found):
+    for rank in found:
+        assert max(rank["narrow"].values()) <= 1e-4, rank["narrow"]
+
+
 @pytest.mark.parametrize("fault", [fault.name for fault in FAULTS])
 def test_a_planted_fault_is_seen(found, fault):
     assert found[0]["faults"][fault] > 1e-6

@@ -26,6 +26,7 @@ from glassformer.checks.rows import (
     numpy_parity,
     own_models,
     parts,
+    processes,
     quantization,
     training_step,
 )
@@ -157,7 +158,6 @@ PART_CHECKS = (
         "trained together = trained alone",
         "stacked",
         own_models.together_is_alone,
-        dtypes=(torch.float64,),
     ),
     PartCheck(
         "trained together = trained alone, every preset",
@@ -165,6 +165,12 @@ PART_CHECKS = (
         own_models.every_preset_together_is_alone,
         deep=True,
         dtypes=(torch.float64,),
+    ),
+    PartCheck(
+        "trained by two processes = by one",
+        "training",
+        processes.processes_are_one,
+        deep=True,
     ),
     PartCheck(
         "beams of many random models = brute force",

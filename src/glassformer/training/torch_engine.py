@@ -65,6 +65,11 @@ class Part:
     everywhere: Callable[[Tensor], Tensor] | None = None
     run: Callable[..., Any] = _call
 
+    @property
+    def sharded(self) -> bool:
+        """True if each process keeps a share of the parameters."""
+        return self.run is not _call
+
 
 ALONE = Part()
 
@@ -222,7 +227,8 @@ class TorchEngine:
         for parameter in self.parameters:
             parameter.grad = None
         total: list[Tensor] = []
-        plain = self.train.precision != "float32"
+        # Sharded parameters are there while their own block runs; kernels reach beyond one.
+        plain = self.train.precision != "float32" or self.part.sharded
         kernels = contextlib.nullcontext() if plain else training_kernels(memory)
         with self._dropout_from(seed), kernels:
             for i, batch in enumerate(batches):

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
+from typing import Literal, assert_never
 
 import numpy as np
 import torch
@@ -436,31 +436,32 @@ BROKEN = len(SETTINGS) - 1
 
 def together_is_alone(dtype: torch.dtype) -> Measure:
     """A decoder and an encoder-decoder, a few steps."""
-    return _compared(("core", "seq2seq"), STEPS, TOLERANCE[dtype])
+    return _compared(("core", "seq2seq"), STEPS, TOLERANCE[dtype], dtype)
 
 
 def every_preset_together_is_alone(dtype: torch.dtype) -> Measure:
     """Every preset, 50 steps."""
-    return _compared(presets.PRESETS, DEEP_STEPS, DEEP_TOLERANCE)
+    return _compared(presets.PRESETS, DEEP_STEPS, DEEP_TOLERANCE, dtype)
 
 
-def _compared(names: Iterable[str], steps: int, tolerance: float) -> Measure:
+def _compared(names: Iterable[str], steps: int, tolerance: float, dtype: torch.dtype) -> Measure:
     worst, note = 0.0, ""
     for name in names:
-        found = _apart(_runs(name), steps)
+        found = _apart(_runs(name, dtype), steps)
         if found > worst:
             worst, note = found, name
     return Measure(worst, tolerance, f"{len(SETTINGS)} models, {steps} steps", note)
 
 
-def _runs(name: str) -> list[RunSpec]:
+def _runs(name: str, dtype: torch.dtype) -> list[RunSpec]:
+    precision: Literal["float32", "float64"] = "float64" if dtype == torch.float64 else "float32"
     known = inspect.signature(presets.PRESETS[name]).parameters
     model = presets.preset(name, **{key: size for key, size in SIZES.items() if key in known})
     runs = []
     for seed, (train, rates) in enumerate(zip(SETTINGS, RATES, strict=True)):
         encoder = None if model.encoder is None else replace(model.encoder, dropout=rates)
         own = replace(model, encoder=encoder, decoder=replace(model.decoder, dropout=rates))
-        train = replace(train, seed=seed, batch_size=3, precision="float64")
+        train = replace(train, seed=seed, batch_size=3, precision=precision)
         runs.append(RunSpec(model=own, task=NAMED_TASKS["digits"], train=train))
     return runs
 
@@ -488,6 +489,15 @@ def _apart(runs: list[RunSpec], steps: int) -> float:
         for head, logits in engine.logits(batch).items():
             worst = float(np.max([worst, np.abs(logits - together[head]).max()]))
     return worst if np.isfinite(worst) else float("inf")
+
+
+def preset_run(name: str, dtype: torch.dtype) -> RunSpec:
+    """Return a small model of a preset with settings that clip and decay, and no dropout."""
+    run = _runs(name, dtype)[0]
+    encoder = None if run.model.encoder is None else replace(run.model.encoder, dropout=Dropout())
+    decoder = replace(run.model.decoder, dropout=Dropout())
+    train = replace(run.train, batch_size=4)
+    return replace(run, train=train, model=replace(run.model, encoder=encoder, decoder=decoder))
 
 
 def _work(run: RunSpec, step: int) -> Work:
