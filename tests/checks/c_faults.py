@@ -5,6 +5,7 @@ from dataclasses import dataclass
 STEP = "a training step = plain torch, its update the formula"
 NATIVE = "native step = plain step"
 COMPANY = "served in company = alone, bit for bit"
+QUANTIZED = "quantized: backends within their bound"
 ROUNDED = "8-bit cache: native step = torch step"
 
 
@@ -40,4 +41,5 @@ FAULTS = (
     CFault("scores of one number too few", "step_attention.h", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H)", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H - FAULT)", NATIVE, "core"),
     CFault("values of the page before", "step_attention.h", "const float *here = tile->keys[page] + room(H, rounded), *steps", "const float *here = tile->keys[page - (FAULT && page > 0)] + room(H, rounded), *steps", NATIVE, "core"),
     CFault("a step of the wrong page", "step_attention.h", "step[v] = NAME(get)(steps[v] + h / GROUP * PAGE, WIDTH);", "step[v] = NAME(get)(steps[v] + h / GROUP * PAGE, WIDTH) * FILL(FAULT ? 0.9f : 1.0f);", ROUNDED, "core"),
+    CFault("sums of a quantized row one too large", "integer.c", "job->sums[at] = times * sum + job->begin;", "job->sums[at] = times * sum + job->begin + FAULT;", QUANTIZED, "core"),
 )  # fmt: skip

@@ -256,6 +256,7 @@ FAULTS = (
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
     # by hand
     Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),
+    Fault("a softmax's slope by hand a little too large", "byhand.attention:softmax_backward", "dx *= cache", "dx *= 1.0001 * cache", "by hand: every gradient = autograd's", "core"),
     # decoding
     Fault("cached values are not written", "nn.cache:FixedCache.extend", "zip(kept, new, strict=True)", "zip(kept[:1], new, strict=False)", DECODING, "core"),
     Fault("the second likeliest token", "generation.stepper:TorchStepper._read", 'self.model.project(hidden_BTD[:, -1], "next")', '-self.model.project(hidden_BTD[:, -1], "next")', DECODING, "seq2seq"),

@@ -218,6 +218,8 @@ FEW, MANY = 30, 1_000
 ORDERS: tuple[tuple[int, ...], ...] = ((), (2, 0, 0, 1))
 #: Lengths of prompts beyond a page of keys and values, beyond several, and just before the next.
 LONG = (70, 33, 15)
+#: The same of requests, which are read once more token by token.
+SERVED = (PAGE + 3, 2, PAGE + 1)
 #: The share of 8 bits' own distance from float that two ways of computing them may be apart.
 SHARED_ROUNDING = 0.5
 
@@ -581,7 +583,7 @@ def _worst(found: Sequence[Measure]) -> Measure:
 
 def company_changes_nothing(subject: Subject) -> Measure:
     """Logits of the server's step: the same bits alone, in company, and with a prompt in pieces."""
-    model, prompts = _case(subject)
+    model, prompts = _case(subject, SERVED)
     if model.spec.encoder is not None:
         raise NotOffered("an encoder-decoder is served one sequence at a time")
     rows = prompts.tokens

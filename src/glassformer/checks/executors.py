@@ -1,0 +1,186 @@
+"""Who computes a model, and the rows of `glass verify` that hold each of them to another.
+
+A default never reaches an executor that has no row here: a test prints the table and fails on an
+empty cell, and plants a fault in the code of each.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: What is claimed of an executor: its numbers, its gradients and update, several rows at once, and
+#: sequences longer than a page, a tile or a window of its code.
+Claim = Literal["values", "gradients", "batch", "long"]
+CLAIMS: tuple[Claim, ...] = ("values", "gradients", "batch", "long")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """A way to compute a model, what takes it by default, its files, and its rows by claim.
+
+    In the place of a row, `-` and a reason: what it never does.
+    """
+
+    name: str
+    default: str
+    code: tuple[str, ...]
+    precision: str
+    rows: dict[Claim, str]
+
+
+_NO_TRAINING = "- it does not train"
+
+EXECUTORS = (
+    Executor(
+        name="torch modules",
+        default="gf.load, glass evaluate, every forward in Python",
+        code=("nn", "models"),
+        precision="as loaded",
+        rows={
+            "values": "encoder-decoder = nn.Transformer",
+            "gradients": "by hand: every gradient = autograd's",
+            "batch": "a batch = each sequence alone",
+            "long": "explicit attention = F.scaled_dot_product_attention",
+        },
+    ),
+    Executor(
+        name="training step in C",
+        default="glass train on a CPU",
+        code=("kernels.train_kernels", "kernels/train", "training.torch_engine"),
+        precision="float32",
+        rows={
+            "values": "a training step = plain torch, its update the formula",
+            "gradients": "a training step = plain torch, its update the formula",
+            "batch": "a training step = plain torch, its update the formula",
+            "long": "a training step = plain torch, its update the formula",
+        },
+    ),
+    Executor(
+        name="by hand",
+        default="glass train engine=numpy, gf.byhand",
+        code=("byhand",),
+        precision="float64",
+        rows={
+            "values": "by hand: every tap = torch's",
+            "gradients": "by hand: every gradient = autograd's",
+            "batch": "by hand: every tap = torch's",
+            "long": "- loops over positions in no kernel of its own",
+        },
+    ),
+    Executor(
+        name="cached steps in torch",
+        default="glass generate where there is no native step",
+        code=("generation.stepper", "nn.cache"),
+        precision="as loaded",
+        rows={
+            "values": "every decoding step = uncached",
+            "gradients": _NO_TRAINING,
+            "batch": "a batch decodes as its rows, padded left or right",
+            "long": "native step = plain step",
+        },
+    ),
+    Executor(
+        name="native step",
+        default="glass generate and chat on a CPU",
+        code=("generation.fast.native", "generation.fast.program", "kernels/step"),
+        precision="float32, bfloat16",
+        rows={
+            "values": "native step = plain step",
+            "gradients": _NO_TRAINING,
+            "batch": "native step = plain step",
+            "long": "native step = plain step",
+        },
+    ),
+    Executor(
+        name="batches of requests",
+        default="glass serve",
+        code=("generation.batching", "generation.fast.slots"),
+        precision="as loaded",
+        rows={
+            "values": "served in company = alone, bit for bit",
+            "gradients": _NO_TRAINING,
+            "batch": "served in company = alone, bit for bit",
+            "long": "served in company = alone, bit for bit",
+        },
+    ),
+    Executor(
+        name="speculation",
+        default="glass generate --speculate, glass serve",
+        code=("generation.speculative",),
+        precision="as loaded",
+        rows={
+            "values": "guesses read ahead change no token",
+            "gradients": _NO_TRAINING,
+            "batch": "- one sequence at a time",
+            "long": "guesses read ahead change no token",
+        },
+    ),
+    Executor(
+        name="prompts kept on disk",
+        default="--prompt-cache",
+        code=("generation.fast.prompt_cache", "generation.fast.turns"),
+        precision="as loaded",
+        rows={
+            "values": "prompts kept on disk change no bit",
+            "gradients": _NO_TRAINING,
+            "batch": "- one prompt at a time",
+            "long": "prompts kept on disk change no bit",
+        },
+    ),
+    Executor(
+        name="keys and values in 8 bits",
+        default="--kv-cache int8",
+        code=("nn.cache", "kernels/step_attention"),
+        precision="int8",
+        rows={
+            "values": "8-bit cache: native step = torch step",
+            "gradients": _NO_TRAINING,
+            "batch": "8-bit cache = all read again, rounded",
+            "long": "8-bit cache: native step = torch step",
+        },
+    ),
+    Executor(
+        name="quantized products",
+        default="what glass quantize wrote",
+        code=("quant", "kernels.integer", "kernels/integer"),
+        precision="int8, int4",
+        rows={
+            "values": "quantized: backends within their bound",
+            "gradients": "- only LoRA on top of it trains",
+            "batch": "quantized: a row is the same in any batch",
+            "long": "- a product is of rows, whatever their positions",
+        },
+    ),
+    Executor(
+        name="models trained as one",
+        default="glass sweep of small models",
+        code=("training.stacked", "training.stacked_step", "nn.stacked"),
+        precision="float32",
+        rows={
+            "values": "trained together = trained alone",
+            "gradients": "trained together = trained alone",
+            "batch": "trained together = trained alone",
+            "long": "- its attention is the modules' own",
+        },
+    ),
+    Executor(
+        name="several processes",
+        default="torchrun … glass train",
+        code=("training.distributed",),
+        precision="float32",
+        rows={
+            "values": "trained by two processes = by one",
+            "gradients": "trained by two processes = by one",
+            "batch": "trained by two processes = by one",
+            "long": "- each computes by the modules",
+        },
+    ),
+)
+
+
+def table() -> str:
+    """Return the executors, what takes them by default, and the row of each claim."""
+    lines = []
+    for one in EXECUTORS:
+        lines.append(f"{one.name} ({one.precision}): {one.default}")
+        lines += [f"  {claim:<9} {one.rows.get(claim, '')}" for claim in CLAIMS]
+    return "\n".join(lines)
