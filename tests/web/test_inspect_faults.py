@@ -1,7 +1,5 @@
 """Tests are tested: one planted mistake in what the page Inspect is sent, and a check turns red."""
 
-# ruff: noqa: E501 (a table: one fault, one line)
-
 import pytest
 
 from tests.checks.faults import Fault, planted
