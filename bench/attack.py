@@ -3,6 +3,7 @@
 kills   SIGKILL, at random and aimed at the windows of a save, over both engines, sweeps and prepare
 flips   one bit of one file of a run, a quantized model, an exported folder, a token shard
 files   mutated model files: safetensors, GGUF, configs, indexes, tokenizers, templates
+guided  the same and files of runs, guided by the lines of the readers that a mutant reaches
 lines   random command lines and configs
 server  the explorer's server: bad requests, slow clients, many at once
 serve   `glass serve`: the same, clients killed, idle connections, files deleted
@@ -41,8 +42,9 @@ from typing import Any
 
 #: How many cases of each kind a full attack has, and what `--quick` takes.
 FULL = {"kills": 1000, "flips": 10_000, "files": 20_000, "lines": 5_000, "server": 10_000}
-FULL |= {"serve": 5_000}
+FULL |= {"serve": 5_000, "guided": 2_000}
 QUICK = {"kills": 4, "flips": 40, "files": 60, "lines": 20, "server": 40, "serve": 40}
+QUICK |= {"guided": 20}
 MEGABYTE = 1 << 20
 RULE = (
     "a case over its limit is repeated alone, and is a fault if it takes more CPU seconds than"

@@ -277,7 +277,7 @@ TARGETS: dict[str, tuple[int, str, str, Callable[[bytes, random.Random], bytes]]
 def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
     """Open each mutated model in a process with bounds, and use it if it opens."""
     world = make_models()
-    _watch()
+    watch()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
 
         def judge(case: int) -> Found:
@@ -289,10 +289,11 @@ def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
 
 #: Seconds of processor time and megabytes that a file may cost.
 SECONDS, MEGABYTES = 10.0, 2_000.0
-_events: list[str] = []
+#: What was seen of that by the watch.
+opened: list[str] = []
 
 
-def _watch() -> None:
+def watch() -> None:
     """Note from now on what a file must never cause: code, processes, connections, writing."""
     watched = {"os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect"}
 
@@ -300,7 +301,7 @@ def _watch() -> None:
         if event in watched or (
             event == "subprocess.Popen" and "chat/worker" not in str(arguments)
         ):
-            _events.append(f"{event} {str(arguments)[:100]}")
+            opened.append(f"{event} {str(arguments)[:100]}")
 
     sys.addaudithook(note)
 
@@ -309,29 +310,40 @@ def judged(world: Path, place: Path, r: random.Random) -> Found:
     """Mutate a file of a model, open it, encode, predict and decode; judge what came of it."""
     kind = r.choices(list(TARGETS), [target[0] for target in TARGETS.values()])[0]
     _, source, name, mutate = TARGETS[kind]
+    original = world / source / name if name else world / source
+    folder = planted(world, place, source, name, mutate(original.read_bytes(), r))
+    opened.clear()
+    began = time.process_time()
+    outcome = use_model(folder, chat=kind == "template")
+    seconds = time.process_time() - began
+    happened = caused(place)
+    return Found(f"{kind}: {outcome}", bool(happened) or seconds > SECONDS, seconds, happened)
+
+
+def planted(world: Path, place: Path, source: str, name: str, data: bytes) -> Path:
+    """Copy a model or a run, with other bytes in one of its files; its hashes are right."""
     folder = place / f"case{Path(source).suffix}"
     if folder.is_dir():
         shutil.rmtree(folder)
-    if name:
-        shutil.copytree(world / source, folder, copy_function=shutil.copyfile)
-        path = folder / name
-    else:
-        shutil.copyfile(world / source, folder)
-        path = folder
-    path.write_bytes(mutate(path.read_bytes(), r))
-    if name:
-        (folder / "SHA256SUMS").unlink(missing_ok=True)
-    if (folder / "MANIFEST.json").is_file():
-        _hash_again(folder)  # hostile, not damaged: its hashes are right
-    _events.clear()
-    began = time.process_time()
-    outcome = _use(folder, chat=kind == "template")
-    seconds = time.process_time() - began
-    fault = bool(_events) or (place / "canary").exists() or seconds > SECONDS
-    return Found(f"{kind}: {outcome}", fault, seconds, "; ".join(_events))
+    if not name:
+        folder.write_bytes(data)
+        return folder
+    shutil.copytree(world / source, folder, copy_function=shutil.copyfile)
+    path = folder / name
+    path.write_bytes(data)
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
+    if path.name != "MANIFEST.json" and (path.parent / "MANIFEST.json").is_file():
+        _hash_again(path.parent)  # hostile, not damaged
+    return folder
 
 
-def _use(folder: Path, *, chat: bool) -> str:
+def caused(place: Path) -> str:
+    """Return what a file did that it must not: nothing, if all is well."""
+    return "; ".join([*opened, *(["the canary is there"] if (place / "canary").exists() else [])])
+
+
+def use_model(folder: Path, *, chat: bool = False) -> str:
+    """Open a model, or its chat template; encode, predict and decode."""
     from glassformer.adapters.chat.template import read_chat
     from glassformer.adapters.load import load
     from glassformer.spec.errors import FileError, GlassError, InputError, MachineError

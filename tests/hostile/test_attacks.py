@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from bench import attack_files, attack_flips, attack_serve, attack_server
+from bench import attack_files, attack_flips, attack_guided, attack_serve, attack_server
 from bench.attack import Found, Ledger, Plan, chance, crowding, in_child, many_in_child
+from bench.attack_guided import Guide
 from bench.supply import bill_of_materials, core_packages, pinned
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,17 @@ def test_mutated_files_give_only_our_errors(world, tmp_path):
     ]
     assert not faults(found)
     assert len({one.outcome for _, one in found}) > 8
+
+
+def test_mutants_that_reach_new_lines_are_kept_and_give_only_our_errors(world, tmp_path):
+    guide = Guide(world, tmp_path / "kept")
+    found = [
+        (case, attack_guided.judged(guide, tmp_path, chance("guided", 1, case)))
+        for case in range(30)
+    ]
+    assert not faults(found)
+    assert sum(map(len, guide.corpus.values())) > len(guide.corpus) + 5
+    assert len(list((tmp_path / "kept").glob("*/*"))) > 5
 
 
 def test_a_flipped_bit_is_noticed_or_harmless():

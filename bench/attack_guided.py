@@ -1,0 +1,232 @@
+"""Mutated files of models and runs, guided by coverage: a mutant that reaches a new line of the
+readers, from another line than before, is kept and mutated further.
+
+The lines are counted by `sys.settrace` in the packages that read files. What a case is depends on
+what was found before, so a case is not repeated by its number: the file of a fault is kept in
+`guided/` below the ledger, and so are the mutants that reached something new, by kind.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.attack import Found, Plan, chance, many_in_child
+from bench.attack_files import (
+    MEGABYTES,
+    SECONDS,
+    TARGETS,
+    caused,
+    make_models,
+    mutated_bytes,
+    mutated_json,
+    mutated_tensors,
+    opened,
+    planted,
+    use_model,
+    watch,
+)
+
+Mutate = Callable[[bytes, random.Random], bytes]
+
+
+def mutated_lines(data: bytes, r: random.Random) -> bytes:
+    """Change a line of a log of JSON, repeat it, or change any bytes."""
+    lines = data.split(b"\n")
+    at = r.randrange(len(lines))
+    match r.randrange(3):
+        case 0 if lines[at].startswith(b"{"):
+            lines[at] = mutated_json(lines[at], r)
+        case 1:
+            lines[at:at] = [lines[at]] * r.choice((1, 100, 10_000))
+        case _:
+            return mutated_bytes(data, r)
+    return b"\n".join(lines)
+
+
+RUN, LAST = "runs/digits", "checkpoints/step-000006/"
+#: Files of a run, which is listed, opened, evaluated from its record and gone on with.
+OF_A_RUN: dict[str, tuple[int, str, str, Mutate]] = {
+    "a run's record": (3, RUN, "run.json", mutated_json),
+    "a run's config": (4, RUN, "config.json", mutated_json),
+    "a run's metrics": (3, RUN, "metrics.jsonl", mutated_lines),
+    "a run's state": (4, RUN, f"{LAST}state.json", mutated_json),
+    "a run's moments": (2, RUN, f"{LAST}state.safetensors", mutated_tensors),
+    "a run's manifest": (2, RUN, f"{LAST}MANIFEST.json", mutated_json),
+    "a run's pointer": (1, RUN, "checkpoints/best", mutated_bytes),
+    "a run's probes": (2, RUN, "probes/step-000006.safetensors", mutated_tensors),
+}
+KINDS = {**{kind: TARGETS[kind] for kind in TARGETS if kind != "template"}, **OF_A_RUN}
+
+
+def use_run(folder: Path) -> str:
+    """List a run, read its curves and probes, and go on with it."""
+    from glassformer.lab.runs.artifacts import probe_files
+    from glassformer.lab.runs.curves import read_curves
+    from glassformer.lab.runs.record import load_run_spec
+    from glassformer.lab.runs.run import TrainingRun
+    from glassformer.lab.runs.table import runs
+    from glassformer.lens.measure.probes import read_probes
+    from glassformer.spec.errors import GlassError
+    from glassformer.store.rundir import RunDirectory
+
+    words = []
+    directory = RunDirectory(folder)
+
+    def resume() -> None:
+        run = TrainingRun(load_run_spec(directory), folder)
+        with run.directory.locked():
+            run.resume()
+
+    for work in (
+        lambda: str(runs(folder.parent)),
+        lambda: read_curves(folder),
+        lambda: [read_probes(path) for path in probe_files(directory).values()],
+        resume,
+    ):
+        try:
+            work()
+            words.append("used")
+        except GlassError:
+            words.append("refused")
+    return ", ".join(words)
+
+
+class Guide:
+    """The mutants that reached new lines, by kind, and the lines that were reached."""
+
+    def __init__(self, world: Path, kept: Path) -> None:
+        self.world, self.kept = world, kept
+        self.corpus: dict[str, list[bytes]] = {}
+        self.known: set[tuple[int, int, int]] = set()
+        self.process = 0
+
+    def choose(self, kind: str, r: random.Random) -> bytes:
+        """Return a file to mutate: the original, one of the newest, or any that was kept."""
+        if self.process != os.getpid():  # the one before ended: take over what it kept
+            self.process, self.corpus, self.known = os.getpid(), {}, set()
+        if kind not in self.corpus:
+            _, source, name, _ = KINDS[kind]
+            first = self.world / source / name if name else self.world / source
+            files = sorted(self._folder(kind).glob("*"), key=lambda path: path.stat().st_mtime_ns)
+            self.corpus[kind] = [path.read_bytes() for path in (first, *files)]
+        files_of = self.corpus[kind]
+        return r.choice((files_of[0], r.choice(files_of[-8:]), r.choice(files_of)))
+
+    def learn(self, kind: str, data: bytes, lines: set[tuple[int, int, int]]) -> bool:
+        """Keep a file that reached something new."""
+        if lines <= self.known:
+            return False
+        self.known |= lines
+        self.corpus[kind].append(data)
+        self.keep(kind, data)
+        return True
+
+    def keep(self, kind: str, data: bytes) -> Path:
+        """Write a file to the corpus on disk; the same one twice is one."""
+        path = self._folder(kind) / hashlib.sha256(data).hexdigest()[:20]
+        path.write_bytes(data)
+        return path
+
+    def _folder(self, kind: str) -> Path:
+        folder = self.kept / kind.replace(" ", "-").replace("'", "")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+#: The packages that read files.
+READERS = ("adapters", "data", "lab/runs", "lens/measure/probes", "spec", "store")
+
+
+def traced(work: Callable[[], str]) -> tuple[str, set[tuple[int, int, int]]]:
+    """Do some work; return its outcome, and each line that was reached and the one before it."""
+    import glassformer
+
+    house = Path(glassformer.__path__[0])
+    places = tuple(str(house / reader) for reader in READERS)
+    reads: dict[int, bool] = {}
+    seen: set[tuple[int, int, int]] = set()
+
+    def begin(frame: FrameType, event: str, argument: Any) -> Any:
+        code = id(frame.f_code)
+        if code not in reads:
+            reads[code] = frame.f_code.co_filename.startswith(places)
+        if not reads[code]:
+            return None
+        before = 0
+
+        def step(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal before
+            if event == "line":
+                seen.add((code, before, frame.f_lineno))
+                before = frame.f_lineno
+            return step
+
+        return step
+
+    had = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        return work(), seen
+    finally:
+        sys.settrace(had)
+
+
+def judged(guide: Guide, place: Path, r: random.Random) -> Found:
+    """Mutate a file that was kept, use it under the trace, keep it if it reached something."""
+    kind = r.choices(list(KINDS), [target[0] for target in KINDS.values()])[0]
+    _, source, name, mutate = KINDS[kind]
+    data = guide.choose(kind, r)
+    try:
+        data = mutate(data, r)
+    except (ValueError, TypeError, RecursionError):  # of a mutant that is no such JSON any more
+        data = mutated_bytes(data, r)
+    use = use_run if kind in OF_A_RUN else use_model
+
+    def prepared() -> Path:
+        shutil.rmtree(place / "runs", ignore_errors=True)
+        (place / "runs").mkdir()
+        folder = planted(guide.world, place / "runs", source, name, data)
+        opened.clear()
+        return folder
+
+    try:
+        folder = prepared()
+        began = time.process_time()
+        outcome, lines = traced(lambda: use(folder))
+        seconds = time.process_time() - began
+        if seconds > SECONDS:  # the trace is slow: once more without it
+            folder = prepared()
+            began = time.process_time()
+            use(folder)
+            seconds = time.process_time() - began
+    except BaseException:
+        guide.keep(f"fault in {kind}", data)
+        raise
+    guide.learn(kind, data, lines)
+    happened = caused(place)
+    fault = bool(happened) or seconds > SECONDS
+    if fault:
+        happened += f" {guide.keep(f'fault in {kind}', data)}"
+    return Found(f"{kind}: {outcome}", fault, seconds, happened)
+
+
+def attack(plan: Plan, cases: Iterable[int]) -> Iterator[tuple[int, Found]]:
+    """Open each mutant in a process with bounds; the next process goes on with what was kept."""
+    world = make_models()
+    watch()
+    guide = Guide(world, plan.ledger / f"guided-{plan.seed}")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+
+        def judge(case: int) -> Found:
+            return judged(guide, Path(name), chance("guided", plan.seed, case))
+
+        judge(0)
+        yield from many_in_child(judge, cases, seconds=SECONDS * 9, megabytes=MEGABYTES)
