@@ -47,11 +47,12 @@ def test_a_check_is_spelled_in_at_most_three_files():
     needed = named_in("adding-a-check.md")
     assert len(needed) <= 3
     catalogue, faults = "src/glassformer/checks/catalogue.py", "tests/checks/faults.py"
-    own = "src/glassformer/checks/adapter.py"  # the adapters' certificate has rows of its own
+    # The adapters' certificate has rows of its own; the table of executors refers to rows.
+    own = {f"src/glassformer/checks/{name}.py" for name in ("adapter", "executors")}
     assert {catalogue, faults} < needed
     for check in (*PART_CHECKS, *SUBJECT_CHECKS):
         files = spelled(HOUSE, re.compile(re.escape(f'"{check.name}"')))
-        assert files - {own} == {catalogue}, check.name
+        assert files - own == {catalogue}, check.name
         home = check.run.__module__.removeprefix("glassformer.checks.rows.")
         run = re.compile(rf"\b{home}\.{check.run.__name__}\b")
         assert catalogue in spelled(HOUSE / "checks", run), check.name

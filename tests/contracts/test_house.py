@@ -328,6 +328,8 @@ def undocumented(module: str) -> list[str]:
 #: Why a module with a single importer is a file of its own. A table is the importer of its members.
 ONE_IMPORTER = {
     "checks.causes": "the catalogue of causes; diff finds the place, this file what is wrong there",
+    "checks.rows.processes": "a row that starts processes of its own; the catalogue is the table",
+    "checks.rows.training_step": "rows of the training step; the catalogue is their table",
     "checks.symptoms.examples": "mistakes in the data; doctor is their table",
     "checks.symptoms.gradients": "mistakes that one backward shows; doctor is their table",
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
@@ -364,7 +366,7 @@ ONE_IMPORTER = {
     "named.seq2seq": "one source document's names; the package is their table",
     "serve.app": "the endpoints; the verb starts them",
     "serve.answers": "the shapes of answers and their streams; the endpoints make them",
-    "spec.program": "what a model computes, operation by operation; whoever needs it reads the list",
+    "spec.program": "what a model computes, operation by operation; whoever needs to know reads it",
     "training.stacked_step": "the step of many models; the engine is what surrounds it",
     "web.app.server": "the explorer's app; cli starts it",
     "web.pages.design": "a page with its routes; the server is the table",
