@@ -309,7 +309,8 @@ def constrained(size: Size) -> Iterator[Row]:
     names = Vocab(("PAD", "BOS", "EOS", "(", ")"))
     model = fresh(presets.core(vocab_size=5, max_seq_len=256), device="cpu")
     stepper, prompts = FastStepper(model), [[1]] * 32
-    bound = Constraint(brackets(4), tokenizer=names)
+    machine = brackets(4)
+    bound = Constraint(machine, tokenizer=names)
     new = size.new
     spec = DecodeSpec(max_new_tokens=new + 1, min_new_tokens=new, temperature=1.0, eos=(EOS,))
     sides: Sides = {
@@ -329,7 +330,7 @@ def constrained(size: Size) -> Iterator[Row]:
             rows=range(first, first + 500),
             logprobs=False,
         )
-        legal += sum(bound.machine.accepts(names.names[t] for t in g.tokens[:-1]) for g in made)
+        legal += sum(machine.accepts(names.names[t] for t in g.tokens[:-1]) for g in made)
     yield said("generate", "brackets-4, sampled, up to 20 tokens", f"{legal} of {size.draws} legal")
 
 
