@@ -1,5 +1,6 @@
 """`generate` and `beam_search` by options: the same as by specs, with and without a tokenizer."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ import glassformer as gf
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation import beam
 from glassformer.generation.generate import beam_search, generate, stream_tokens
+from glassformer.generation.prompts import Prompts
 from glassformer.generation.request import read_request
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch, stream
@@ -41,7 +43,59 @@ def test_ids_give_the_tokens_of_the_spec(model):
         assert (got.finish, got.text) == ("length", "")
 
 
-@pytest.mark.parametrize("prompt", [[[1]], [1.5], 7, None, [None]])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [[3, 1], [4]],
+        ((3, 1, 4), (1,), (5, 9)),
+        torch.tensor([[3, 1], [4, 1]]),
+        [torch.tensor([3, 1]), torch.tensor([4])],
+        np.array([[3, 1], [4, 1]]),
+        [[2]],
+        Prompts.of([[3, 1], [4]]),
+    ],
+)
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.4, "seed": 5}])
+def test_several_prompts_give_each_as_it_would_be_alone(model, prompts, sampled):
+    options = {"max_new_tokens": 5, **sampled}
+    made = generate(model, prompts, **options)
+    rows = prompts.tokens if isinstance(prompts, Prompts) else [list(map(int, p)) for p in prompts]
+    alone = [generate(model, row, **options) for row in rows]
+    assert type(made) is list
+    assert [one.tokens for one in made] == [one.tokens for one in alone]
+    assert [one.logprobs for one in made] == [one.logprobs for one in alone]
+    assert [one.finish for one in made] == [one.finish for one in alone]
+
+
+def test_several_texts_and_several_sources(reader):
+    texts = ["3 1 4", "1 5"]
+    assert [one.text for one in generate(reader, texts, max_new_tokens=6)] == [
+        generate(reader, text, max_new_tokens=6).text for text in texts
+    ]
+    ids, sources = [[1], [1]], [[3, 4, 5], [6, 3]]
+    made = generate(reader, ids, source=sources, max_new_tokens=4)
+    alone = [generate(reader, [1], source=row, max_new_tokens=4) for row in sources]
+    assert [one.tokens for one in made] == [one.tokens for one in alone]
+    same = generate(reader, Prompts.of(ids, sources=sources), max_new_tokens=4)
+    assert [one.tokens for one in same] == [one.tokens for one in made]
+    for wrong in ([3, 4, 5], [[3, 4, 5]]):
+        with pytest.raises(InputError, match="not a row for each of 2 prompts"):
+            generate(reader, ids, source=wrong)
+    with pytest.raises(InputError, match="leave one of them out"):
+        generate(reader, Prompts.of(ids, sources=sources), source=sources)
+
+
+def test_a_fault_in_one_of_several_prompts_is_raised_before_any_work(model, monkeypatch):
+    monkeypatch.setattr(TorchStepper, "start", None)
+    for prompts in ([[3, 1], [4.5]], [[3], 1], ["a", "b"]):
+        with pytest.raises(InputError):
+            generate(model, prompts)
+    for call in (stream_tokens, beam_search):
+        with pytest.raises(InputError, match=r"gf\.generate takes a list"):
+            call(model, [[3, 1], [4]])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], 7, None, [None]])
 def test_a_prompt_is_a_text_or_ids(model, prompt):
     with pytest.raises(InputError, match="a text, or a sequence of token ids"):
         generate(model, prompt)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
@@ -63,19 +63,54 @@ class TextModel(Protocol):
         """Return the ids of the model's vocabulary that its tokenizer has no text for."""
 
 
+@overload
 def generate(
     model: TextModel | Model,
     prompt: Prompt,
     *,
     draft: TextModel | Model | None = None,
     **options: Any,
-) -> Generated:
+) -> Generated: ...
+
+
+@overload
+def generate(
+    model: TextModel | Model,
+    prompt: Sequence[Prompt] | Prompts,
+    *,
+    draft: TextModel | Model | None = None,
+    **options: Any,
+) -> list[Generated]: ...
+
+
+def generate(
+    model: TextModel | Model,
+    prompt: Prompt | Sequence[Prompt] | Prompts,
+    *,
+    draft: TextModel | Model | None = None,
+    **options: Any,
+) -> Generated | list[Generated]:
     """Continue a prompt: the text, the new tokens, their log-probabilities, and why they ended.
 
     Greedy by default; `width=4` gives the best hypothesis of a beam search. A model without a
-    tokenizer takes token ids, and the text is then empty; an
-    encoder-decoder then reads `source=ids`, and the prompt is how its output begins.
+    tokenizer takes token ids, and the text is then empty; an encoder-decoder then reads
+    `source=ids`, and the prompt is how its output begins. A list of prompts gives a list, each as
+    it would be alone (and `source` has a row for each); `model.generate` computes them together.
     """
+    if not isinstance(prompt, Prompts) and not _are_several(prompt):
+        return _generated(model, prompt, options, draft)
+    each = _each(prompt, options)
+    for one, own in each:  # all are checked before any work
+        prepare(model, one, own)
+    return [_generated(model, one, own, draft) for one, own in each]
+
+
+def _generated(
+    model: TextModel | Model,
+    prompt: Any,
+    options: Mapping[str, Any],
+    draft: TextModel | Model | None,
+) -> Generated:
     if "width" in options:
         if draft is not None:
             options = {**options, "speculate": True}  # refused: beams are several
@@ -86,6 +121,39 @@ def generate(
     for new in new_tokens:
         collected.add(new)
     return collected.result(collected.text, stepper.facts)
+
+
+def _are_several(prompt: Any) -> bool:
+    """Return whether these are several prompts, not the text or the ids of one."""
+    if isinstance(prompt, str):
+        return False
+    if hasattr(prompt, "ndim"):
+        return bool(prompt.ndim > 1)
+    try:
+        return any(isinstance(one, Sequence) or getattr(one, "ndim", 0) for one in prompt)
+    except TypeError:
+        return False
+
+
+def _each(prompts: Any, options: Mapping[str, Any]) -> list[tuple[Prompt, Mapping[str, Any]]]:
+    """Return each of several prompts, with its own row of `source`."""
+    given = options.get("source")
+    if isinstance(prompts, Prompts):
+        if given is not None and prompts.sources is not None:
+            raise InputError("`source` for prompts that have sources", hint="leave one of them out")
+        given = prompts.sources if given is None else given
+        prompts = prompts.tokens
+    each: list[Prompt] = list(prompts)
+    if given is None:
+        return [(one, options) for one in each]
+    sources = given.tolist() if hasattr(given, "tolist") else list(given)
+    if len(sources) != len(each) or not all(isinstance(row, Sequence) for row in sources):
+        raise InputError(
+            f"`source` is not a row for each of {len(each)} prompts",
+            hint="source=[[3, 4], [5]] for two prompts",
+        )
+    rows = zip(each, sources, strict=True)
+    return [(one, {**options, "source": list(source)}) for one, source in rows]
 
 
 def stream_tokens(
@@ -101,7 +169,7 @@ def stream_tokens(
 
 def _streamed(
     model: TextModel | Model,
-    prompt: Prompt,
+    prompt: Prompt | Prompts,
     options: Mapping[str, Any],
     draft: TextModel | Model | None,
 ) -> tuple[Stepper, Iterator[NewToken]]:
@@ -269,7 +337,7 @@ def _ids(prompt: Any) -> list[int]:
     except TypeError as error:
         raise InputError(
             "a prompt is a text, or a sequence of token ids",
-            hint="[3, 1, 4]; several of them are Prompts.of([[3, 1, 4], [1, 5]])",
+            hint="[3, 1, 4]; gf.generate takes a list of several",
         ) from error
 
 
