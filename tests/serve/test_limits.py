@@ -1,7 +1,9 @@
 """What is refused, what is bounded, and who goes away: over ASGI, and once over a socket."""
 
 import asyncio
+import contextlib
 import json
+import signal
 import socket
 import struct
 import threading
@@ -12,6 +14,7 @@ import pytest
 import uvicorn
 from bench.serve import bad_bodies
 
+from glassformer.serve import app
 from glassformer.serve.app import Limits
 from glassformer.serve.http import TimedConnection
 from tests.serve.conftest import HELLO, House
@@ -54,7 +57,20 @@ def test_other_hosts_and_pages_are_refused(house):
         assert get(house, "/v1/models", host=host).status_code == 403
     assert get(house, "/v1/models", origin="http://evil.example").status_code == 403
     assert get(house, "/v1/models", origin="null").status_code == 403
-    assert get(house, "/v1/models", origin="http://localhost:3000").status_code == 200
+    own = {"host": "localhost:8000"}
+    for origin in ("http://localhost:8000", "http://127.0.0.1:8000"):  # two names of one page
+        assert get(house, "/v1/models", **own, origin=origin).status_code == 200
+    for origin in (
+        "http://localhost:3000",
+        "http://localhost",
+        "http://127.0.0.1:1",
+        "http://[::1]:8001",
+        "https://localhost",
+        "http://localhost.evil.example:8000",
+        "file://",
+    ):
+        assert get(house, "/v1/models", **own, origin=origin).status_code == 403, origin
+    assert get(house, "/v1/models", host="localhost", origin="http://localhost").status_code == 200
     assert post(house, CHAT, **{"content-type": "text/plain"}).status_code == 415
 
 
@@ -128,48 +144,165 @@ def test_figures_are_prometheus_text(house):
     assert found['glass_tokens_generated_total{model="tiny"}'] > 0
 
 
+@contextlib.contextmanager
+def listening(made):
+    """A house behind a socket; its port and its server."""
+    opened = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(made.app, http=TimedConnection, lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
+    thread.start()
+    try:
+        yield opened.getsockname()[1], server
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def request(port, path="/v1/completions", body=None, version="1.1", **headers):
+    """The bytes of a request."""
+    data = b"" if body is None else json.dumps(body).encode()
+    given = {"host": f"127.0.0.1:{port}", **headers}
+    if body is not None:
+        given = {"content-type": "application/json", "content-length": len(data), **given}
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/{version}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def send(port, data):
+    opened = socket.create_connection(("127.0.0.1", port), timeout=30)
+    opened.sendall(data)
+    return opened
+
+
+def rest(opened):
+    """Everything until the server closes the connection."""
+    found = b""
+    while piece := opened.recv(65_536):
+        found += piece
+    opened.close()
+    return found
+
+
+def until(condition, what):
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends, what
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def live(folder):
+    """A house behind a socket, for all tests that leave it as it is."""
+    made = House(folder, slots=1)
+    with listening(made) as (port, _):
+        yield made, port
+    made.close()
+
+
 def test_who_vanishes_frees_the_slot_and_a_stop_finishes_what_runs(folder):
     """Over a socket: a reset mid-stream, then a server that is told to end while it answers."""
     made = House(folder, slots=1)
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    server = uvicorn.Server(
-        uvicorn.Config(made.app, http=TimedConnection, lifespan="off", log_level="critical")
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
+    with listening(made) as (port, server):
 
-    def ask(**more) -> socket.socket:
-        body = json.dumps({"model": "tiny", "prompt": "the", "stream": True, **more}).encode()
-        opened = socket.create_connection(("127.0.0.1", port), timeout=30)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        opened.sendall(head.encode() + body)
-        return opened
+        def ask(**more):
+            body = {"model": "tiny", "prompt": "the", "stream": True, "temperature": 0, **more}
+            return send(port, request(port, body=body, connection="close"))
 
-    client = ask(max_tokens=150, temperature=0, n=2)
-    seen = b""
-    while b"data: " not in seen:
-        seen += client.recv(100)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.close()
-    ends = time.monotonic() + 30
-    while made.served.batcher.busy:
-        assert time.monotonic() < ends, "the slot is still taken"
-        time.sleep(0.01)
+        client = ask(max_tokens=150, n=2)
+        seen = b""
+        while b"data: " not in seen:
+            seen += client.recv(100)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        until(lambda: not made.served.batcher.busy, "the slot is still taken")
 
-    client = ask(max_tokens=100, temperature=0)
-    while b"data: " not in seen[-100:] + client.recv(10):
-        pass
-    server.should_exit = True
-    rest = b""
-    while piece := client.recv(65_536):
-        rest += piece
-    client.close()
-    assert b"[DONE]" in rest
-    thread.join(30)
-    assert not thread.is_alive()
+        client = ask(max_tokens=100)
+        while b"data: " not in seen[-100:] + client.recv(10):
+            pass
+        server.should_exit = True
+        assert b"[DONE]" in rest(client)
     made.close()
+
+
+def test_who_sends_no_more_is_answered(live):
+    """A client that closes its side behind a request: alone, streamed, and two in one write."""
+    _, port = live
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 60, "temperature": 0}
+    for one in ({}, {"stream": True}, {"response_format": {"type": "regex", "pattern": "(a|t)*"}}):
+        client = send(port, request(port, body={**body, **one}))
+        client.shutdown(socket.SHUT_WR)
+        found = rest(client)
+        assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert found.count(b"HTTP/1.1") == 1
+    client = send(port, 2 * request(port, body=body) + request(port, "/health"))
+    client.shutdown(socket.SHUT_WR)
+    assert rest(client).count(b"HTTP/1.1 200 OK\r\n") == 3
+    client = send(port, request(port, body=body)[:-3])  # what has no end has no answer
+    client.shutdown(socket.SHUT_WR)
+    assert b" 200 " not in rest(client)
+
+
+def test_who_closes_completely_is_dropped(live):
+    """The same end of input as above, and nobody there: found before the answer is complete."""
+    made, port = live
+    before = sum(made.engine.figures["tiny"].requests.values())
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 150, "n": 16, "logprobs": 5}
+    client = send(port, request(port, body={**body, "stop": ["no such text"]}))
+    until(lambda: made.served.batcher.running, "it does not run")
+    client.close()
+    until(lambda: not made.served.batcher.busy, "the slot is still taken")
+    assert sum(made.engine.figures["tiny"].requests.values()) < before + 16
+
+
+def test_a_body_with_two_ends_closes_the_connection(live):
+    _, port = live
+    hidden = b"0\r\n\r\n" + request(port, "/v1/models")
+    body = {"model": "tiny", "prompt": "the"}
+    for head in (
+        request(port, body=body, transfer_encoding="chunked").partition(b"\r\n\r\n")[0],
+        request(port, body=body, transfer_encoding="chunked", content_length=len(hidden)).partition(
+            b"\r\n\r\n"
+        )[0],
+        request(port, transfer_encoding="chunked", content_length=len(hidden)).partition(
+            b"\r\n\r\n"
+        )[0],
+        request(port, version="1.0", transfer_encoding="chunked").partition(b"\r\n\r\n")[0],
+    ):
+        found = rest(send(port, head + b"\r\n\r\n" + hidden))
+        assert found.count(b"HTTP/1.1 ") == 1, found
+        assert found.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in found.lower()
+
+
+def test_an_address_may_be_complete(live):
+    """`GET http://host/path`, as to a proxy; its host is the one that counts."""
+    _, port = live
+    for path in (f"http://127.0.0.1:{port}/health", f"HTTP://localhost:{port}/health?a=1"):
+        found = rest(send(port, request(port, path, connection="close")))
+        assert found.startswith(b"HTTP/1.1 200 ")
+        assert b'"ok"' in found
+    for path in ("http://evil.example/health", f"http://me@127.0.0.1:{port}/health", "http:///x"):
+        found = rest(send(port, request(port, path, connection="close")))
+        assert found.startswith(b"HTTP/1.1 403 "), path
+
+
+def test_sigterm_has_a_deadline_and_a_second_signal_ends_at_once(house, monkeypatch):
+    codes = []
+    monkeypatch.setattr(app.os, "_exit", codes.append)
+    monkeypatch.setattr(app, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(house.engine, "closing", False)
+    server = app._Server(uvicorn.Config(house.app), house.engine)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+    assert not codes
+    until(lambda: codes == [143], "SIGTERM has no deadline")
+    server.handle_exit(signal.SIGTERM, None)
+    assert codes == [143, 143]
+    server.handle_exit(signal.SIGINT, None)
+    assert codes == [143, 143, 130]
 
 
 def test_a_stopping_server_takes_no_more(folder):

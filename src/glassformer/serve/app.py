@@ -9,8 +9,11 @@ import base64
 import hashlib
 import hmac
 import json
+import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,10 +126,15 @@ def create_app(
 SWITCH_SECONDS = 0.0005
 #: Connections that may be open at once, idle ones too.
 CONNECTIONS = 4_096
+#: Seconds that a server has to end after SIGTERM; those who send it wait for 10 or more.
+GRACE_SECONDS = 8.0
 
 
 def serve_forever(app: Starlette, listening: socket.socket) -> None:
-    """Serve until a signal: the first finishes what is running, the second ends at once."""
+    """Serve until a signal: the first finishes what is running, the second ends at once.
+
+    After SIGTERM what is running has GRACE_SECONDS; Ctrl-C leaves it the time of an answer.
+    """
     # The engine's thread gives up the interpreter while a step computes and needs it back at once:
     # by default the event loop would keep it for 5 ms, longer than a step on a GPU takes.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -151,7 +159,13 @@ class _Server(uvicorn.Server):
         self._engine = engine
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._engine.closing:  # nothing is written here that an end could cut
+            os._exit(128 + sig)
         self._engine.closing = True
+        if sig == signal.SIGTERM:
+            clock = threading.Timer(GRACE_SECONDS, os._exit, [128 + sig])
+            clock.daemon = True
+            clock.start()
         super().handle_exit(sig, frame)
 
 
@@ -183,6 +197,7 @@ class _Guard(Guard):
             body_bytes=limits.body_bytes,
             body_seconds=limits.body_seconds,
             path_bytes=limits.path_bytes,
+            proxied=allow_hosts,
         )
         self._key = None if api_key is None else api_key.encode()
 

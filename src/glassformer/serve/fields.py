@@ -72,6 +72,17 @@ def _depth(value: Any) -> int:
     return depth
 
 
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as JSON; the rest is not looked at."""
+    shown = ""
+    value = value[: QUOTED + 1] if isinstance(value, str) else value
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        shown += piece[: QUOTED + 1]
+        if len(shown) > QUOTED:
+            return f"{shown[:QUOTED]}…"
+    return shown
+
+
 class Fields:
     """The fields of one JSON object; `path` is how errors name it."""
 
@@ -87,7 +98,7 @@ class Fields:
         """Refuse fields of other names."""
         for key in self.values:
             if key not in known:
-                near = nearest(key, known)
+                near = nearest(key[:QUOTED], known)
                 raise BadRequest(
                     f"Unrecognized request argument supplied: {key[:QUOTED]} ({near})",
                     param=self.name(key[:QUOTED]),
@@ -97,8 +108,7 @@ class Fields:
 
     def wrong(self, key: str, wanted: str) -> BadRequest:
         """Return the error of a value that is not what was wanted."""
-        shown = json.dumps(self.values.get(key), ensure_ascii=True, default=str)
-        shown = shown if len(shown) <= QUOTED else f"{shown[:QUOTED]}…"
+        shown = _shown(self.values.get(key))
         return BadRequest(
             f"Invalid value for '{self.name(key)}': expected {wanted}, got {shown}.",
             param=self.name(key),

@@ -13,6 +13,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -117,9 +118,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Refusal(InputError):
-    """A request that is refused before any route, with HTTP's status."""
+    """A request that is refused before any route, with HTTP's status; the connection may close."""
 
     status: ClassVar[int] = 400
+    closes: ClassVar[bool] = False
+
+
+class UnclearEnd(Refusal):
+    """A request whose end a proxy may see elsewhere: what follows it is nobody's request."""
+
+    closes = True
 
 
 class WrongKey(Refusal):
@@ -213,8 +221,8 @@ class Guard(ABC):
 
     hosts: names allowed in Host. `any_address` also allows every IP literal, for a server that
     listens on all addresses: a name rebound by DNS is still refused. `port` must be the one in
-    Host; None allows any, as behind a proxy or a tunnel. Headers that decide something are refused
-    if they come twice.
+    Host; None allows any, as behind a proxy or a tunnel; `proxied` are the names among them that
+    such a proxy has. Headers that decide something are refused if they come twice.
     """
 
     decisive: ClassVar[tuple[str, ...]]
@@ -234,11 +242,13 @@ class Guard(ABC):
         body_bytes: int,
         body_seconds: float,
         path_bytes: int,
+        proxied: Iterable[str] = (),
     ) -> None:
         self.app = app
         self._hosts = frozenset(plain_host(host.strip("[]")) for host in hosts)
         self._any_address = any_address
         self._port = port
+        self._proxied = frozenset(plain_host(host.strip("[]")) for host in proxied)
         self._body_bytes, self._body_seconds = body_bytes, body_seconds
         self._path_bytes = path_bytes
 
@@ -262,17 +272,23 @@ class Guard(ABC):
             headers = single_headers(scope, self.decisive)
             if isinstance(headers, str):
                 raise Refusal(f"two headers called {headers}")
+            scope = _in_origin_form(scope, headers)
             self._check(scope, headers)
             if scope["method"] == "POST":
                 receive = await complete_body(
                     receive, headers, most=self._body_bytes, seconds=self._body_seconds
                 )
         except Refusal as error:
-            await self.refuse(error, scope, receive, send)
+            answer = _closing(send) if error.closes else send
+            await self.refuse(error, scope, receive, answer)
             return
         await self.app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+        if "transfer-encoding" in headers and (
+            "content-length" in headers or scope["http_version"] == "1.0"
+        ):  # RFC 9112, 6.1
+            raise UnclearEnd("a body has a length or a transfer encoding, not both")
         host = split_host(headers.get("host", ""))
         if host is None or not self._is_ours(host):
             raise Forbidden("this name is not one of the server's", hint=self.host_hint)
@@ -283,7 +299,7 @@ class Guard(ABC):
         post = scope["method"] == "POST"
         origin = headers.get("origin")
         needed = origin is not None or (post and self.names_page)
-        if needed and not self._is_our_origin(origin):
+        if needed and not self._is_our_origin(origin, headers["host"]):
             raise Forbidden("the request comes from another page")
         self.check_secret(scope, headers)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -296,10 +312,45 @@ class Guard(ABC):
             name in self._hosts or (self._any_address and is_address(name))
         )
 
-    def _is_our_origin(self, origin: str | None) -> bool:
+    def _is_our_origin(self, origin: str | None, host: str) -> bool:
+        """Return True for a page of the server that the request names, seen under either name.
+
+        Another port is another server's. A proxy that changes Host is known by its name alone.
+        """
         scheme, _, rest = (origin or "").partition("://")
-        host = split_host(rest) if scheme in self.schemes else None
-        return host is not None and self._is_ours(host)
+        if scheme not in self.schemes:
+            return False
+        default = 443 if scheme == "https" else 80
+        page, own = (split_host(text, default_port=default) for text in (rest, host))
+        if page is None or own is None or not self._is_ours(page):
+            return False
+        if page[0] in self._proxied and page[1] == default:
+            return True
+        same_name = page[0] == own[0] or (page[0] in LOOPBACK and own[0] in LOOPBACK)
+        return same_name and page[1] == own[1]
+
+
+def _in_origin_form(scope: Scope, headers: dict[str, str]) -> Scope:
+    """Return a request for `http://host/path` as one for `/path` of this host (RFC 9112, 3.2.2)."""
+    target: bytes = scope.get("raw_path") or b""
+    scheme, mark, rest = target.partition(b"://")
+    if not mark or scheme.lower() not in (b"http", b"https"):
+        return scope
+    authority, _, path = rest.partition(b"/")
+    headers["host"] = authority.decode("latin-1")
+    return {**scope, "raw_path": b"/" + path, "path": "/" + unquote(path.decode("latin-1"))}
+
+
+def _closing(send: Send) -> Send:
+    """Return a `send` whose response ends the connection."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"connection", b"close")]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return sent
 
 
 # --- connections ----------------------------------------------------------------------------------
@@ -321,12 +372,47 @@ class TimedConnection(H11Protocol):
         """Start the timer."""
         super().connection_made(transport)
         self._seen: Any = None
+        self._probe: asyncio.TimerHandle | None = None
         self._clock = self._later()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timers."""
         self._clock.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has sent its request and still reads."""
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return False
+        if self._probe is None:
+            begun = _Begun(self.transport)
+            cycle: Any = self.cycle
+            cycle.transport = begun
+            self._look(begun, list(PROBES))
+        return True
+
+    def _look(self, begun: "_Begun", waits: list[float]) -> None:
+        """Find out whether the client has only stopped sending, or is gone.
+
+        Both look the same until something is sent, and what is sent to one that is gone comes back
+        as an error. So the first bytes of an answer, which are always the same, are sent one by one
+        while it is being computed.
+        """
+        if begun.get_error():
+            self.transport.abort()
+        elif waits and not self.transport.is_closing():
+            begun.send_one()
+            self._probe = self.loop.call_later(waits.pop(0), self._look, begun, waits)
+
+    def on_response_complete(self) -> None:
+        """Close the connection behind the last answer to a client that sends no more."""
+        super().on_response_complete()
+        if self._probe is not None:
+            self._probe.cancel()
+            if self.cycle.response_complete:
+                self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, and close."""
@@ -347,3 +433,46 @@ class TimedConnection(H11Protocol):
             return
         self._seen = self.cycle
         self._clock = self._later()
+
+
+#: How every answer begins, and the seconds between its bytes while the client may be gone.
+BEGINNING = b"HTTP/1.1 "
+PROBES = (0.05, 0.2, 1.0, 4.0, 15.0, 30.0, 60.0, 120.0, 240.0)
+
+
+class _Begun:
+    """A transport to a client that sends no more: the answer's beginning may be sent ahead."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._ahead = 0
+        self._is_open = True  # no answer has begun
+
+    def get_error(self) -> int:
+        """Return the socket's pending error, 0 if there is none."""
+        code: int = self._transport.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_ERROR
+        )
+        return code
+
+    def send_one(self) -> None:
+        """Send the next byte of an answer that has not begun."""
+        if self._is_open and self._ahead < len(BEGINNING):
+            self._transport.write(BEGINNING[self._ahead : self._ahead + 1])
+            self._ahead += 1
+
+    def write(self, data: bytes) -> None:
+        """Write an answer without the bytes that were sent already."""
+        if self._is_open and data:
+            assert data.startswith(BEGINNING), "an answer begins with its version"
+            data, self._is_open = data[self._ahead :], False
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Return True if the connection is closed or will be."""
+        closing: bool = self._transport.is_closing()
+        return closing
+
+    def close(self) -> None:
+        """Close the connection when everything is written."""
+        self._transport.close()
