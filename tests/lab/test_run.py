@@ -307,6 +307,39 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(how, file, tmp_path):
     assert_same(outcome(tmp_path / "run"), whole)
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda state: state.pop("progress"), "it has no progress"),
+        (lambda state: state.update(fingerprint=[]), "it has no fingerprint"),
+        (lambda state: state.update(spec=None), "it has no spec"),
+        (lambda state: state["progress"].update(best_loss={}), "progress.best_loss is"),
+        (lambda state: state["progress"].update(recent=["x"]), "progress.recent is"),
+        (lambda state: state["progress"].update(recent=[0.0] * 10_000), "progress.recent is"),
+        (lambda state: state["progress"].update(metrics_bytes=-1), "progress.metrics_bytes is -1"),
+        (lambda state: state["progress"].update(val="abc"), "progress.val is"),
+        (lambda state: state["progress"].update({"\x1b]0;x": 1}), "damaged: '\\\\x1b"),
+    ],
+)
+def test_a_state_that_is_none_is_an_error_of_the_file(change, what, tmp_path):
+    folder = tmp_path / "run"
+    trained(sample("numpy", "train.steps=3"), folder)
+    state = json.loads((RunDirectory(folder).step_folder(3) / "state.json").read_text())
+    change(state)
+    rewritten(folder, 3, state__json=json.dumps(state).encode())
+    with pytest.raises(FileError, match=what):
+        resumed(folder)
+
+
+def test_an_older_state_lacks_fields(tmp_path):
+    trained(sample("numpy", "train.steps=3"), tmp_path / "run")
+    state = json.loads((RunDirectory(tmp_path / "run").step_folder(3) / "state.json").read_text())
+    for field in ("metrics_sha256", "best_loss", "loss"):
+        del state["progress"][field]
+    rewritten(tmp_path / "run", 3, state__json=json.dumps(state).encode())
+    assert resumed(tmp_path / "run")[1] == ["resuming at step 3"]
+
+
 def test_no_whole_checkpoint_means_step_0_and_says_so(tmp_path):
     trained(sample("torch", KEPT, "train.steps=6"), tmp_path / "run")
     whole = outcome(tmp_path / "run")

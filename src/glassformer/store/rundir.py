@@ -78,7 +78,8 @@ class RunDirectory:
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
         self.alerts = folder / "alerts.jsonl"
-        self._lock: int | None = None  # until the process id is in it
+        self._lock: int | None = None  # while it is held
+        self._is_signed = False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -98,11 +99,11 @@ class RunDirectory:
             handle = self._taken()
             if not any((self.folder / name).exists() for name in ("run.json", "sweep.json")):
                 _sign(handle)
-        self._lock = handle
+        self._lock, self._is_signed = handle, False
         try:
             yield
         finally:
-            if self._lock is not None and not had_lock:  # nothing was changed
+            if not self._is_signed and not had_lock:  # nothing was changed
                 with contextlib.suppress(OSError):
                     (self.folder / "lock").unlink()
                     if not was_there:
@@ -202,13 +203,24 @@ class RunDirectory:
     def changing(self, path: Path) -> Path:
         """Return a path of the run that is about to be changed; its folder is there, and no link.
 
-        The first change puts the process id into the lock.
+        The first change puts the process id into the lock. Without the lock nothing is written:
+        the folder was deleted, or somebody else may hold another one.
         """
+        if self._lock is not None and os.fstat(self._lock).st_nlink == 0:
+            raise self.deleted()
         self._make_folder(path.parent)
-        if self._lock is not None:
+        if self._lock is not None and not self._is_signed:
             _sign(self._lock)
-            self._lock = None
+            self._is_signed = True
         return path
+
+    def deleted(self) -> MachineError:
+        """Return the error of a run whose files are gone: what follows would be lost."""
+        return MachineError(
+            "the run's files were deleted or replaced while it was training",
+            where=str(self.folder),
+            hint="train it anew, or under another {--name|name}; nothing more was written",
+        )
 
     def write(self, name: str, data: str | bytes) -> None:
         """Replace a small file atomically: write a temporary one, sync, rename, sync."""

@@ -156,9 +156,14 @@ def metrics_line(record: StepRecord) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """Read state.json of a checkpoint."""
     try:
-        return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"state.json cannot be read: {error}", where=str(folder)) from error
+    kinds = {"progress": dict, "spec": str, "data": str, "fingerprint": dict}
+    for key, kind in kinds.items():
+        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
+            raise FileError(f"state.json is damaged: it has no {key}", where=str(folder))
+    return dict(state)
 
 
 def spec_hash(spec: RunSpec) -> str:

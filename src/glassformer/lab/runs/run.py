@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import load
@@ -54,10 +54,11 @@ from glassformer.lab.runs.record import (
     to_toml,
 )
 from glassformer.lens.measure.probes import Probes
-from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
+from glassformer.spec.errors import DivergedError, FileError, InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.serialize import json_numbers, to_dict, to_json
 from glassformer.spec.train import RunSpec
+from glassformer.spec.units import visible
 from glassformer.store.checkpoint import Contents
 from glassformer.store.rundir import FOLDERS, LOGS, RunDirectory, cache_folder
 from glassformer.store.tensors import Deferred, TensorPieces, read_tensors
@@ -120,6 +121,74 @@ class Progress:
     metrics_bytes: int = 0
     metrics_sha256: str = ""
     alerts_bytes: int = 0
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any], *, where: str) -> Self:
+        """Read what a checkpoint has; a field that an older one lacks keeps its default."""
+        made = cls()
+        for field, value in saved.items():
+            if field not in cls.__dataclass_fields__:
+                raise FileError(f"state.json is damaged: '{visible(field)[:40]}'", where=where)
+            try:
+                setattr(made, field, _READ[field](value))
+            except (TypeError, ValueError, OverflowError) as error:
+                what = f"state.json is damaged: progress.{field} is {visible(repr(value))[:40]}"
+                raise FileError(what, where=where) from error
+        return made
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError("not a count")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Return a number; infinity and NaN are saved as text."""
+    if type(value) not in (int, float) and value not in ("inf", "-inf", "nan"):
+        raise ValueError("not a number")
+    return float(value)
+
+
+def _recent(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) > WINDOW:
+        raise ValueError("not the last losses")
+    return tuple(_number(loss) for loss in value)
+
+
+def _val(value: Any) -> dict[str, Any] | None:
+    """Return the last evaluation, as far as it is printed: the rest goes to other programs."""
+    if value is None:
+        return None
+    oracle = value.get("oracle", {}) if isinstance(value, dict) else None
+    if not isinstance(oracle, dict):
+        raise TypeError("not an evaluation")
+    for number in (value.get("loss"), value.get("accuracy"), oracle.get("bits_per_byte")):
+        if number is not None:
+            _number(number)
+    return dict(value)
+
+
+def _sha256(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a hash")
+    return value
+
+
+#: How each field of `Progress` is read.
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "step": _count,
+    "best_step": lambda value: None if value is None else _count(value),
+    "best_loss": _number,
+    "stale": _count,
+    "unapplied": _count,
+    "recent": _recent,
+    "loss": lambda value: None if value is None else _number(value),
+    "val": _val,
+    "metrics_bytes": _count,
+    "metrics_sha256": _sha256,
+    "alerts_bytes": _count,
+}
 
 
 class TrainingRun:
@@ -266,19 +335,19 @@ class TrainingRun:
                 where=str(folder),
                 hint="start a new run, or bring the data back",
             )
+        saved = Progress.read(state["progress"], where=str(folder))
         here, before = self._fingerprint(), state["fingerprint"]
         if before != here:
             changed = [key for key in {**here, **before} if before.get(key) != here.get(key)]
             if "device" in changed:  # another one computes a step in its own way anyhow
                 changed = [key for key in changed if key not in ("compile", "kernels")]
-            notes.append(f"not bit-exact: {', '.join(changed)} changed since the checkpoint")
+            names = ", ".join(visible(key)[:40] for key in changed[:20])
+            notes.append(f"not bit-exact: {names} changed since the checkpoint")
         self.engine.load_weights(weights)
         self.engine.load_state(read_tensors(folder / "state.safetensors"))
-        saved = state["progress"]
-        self.progress = Progress(**{**saved, "recent": tuple(saved["recent"])})
+        self.progress = saved
         if self.progress.loss is None and len(self.spec.model.head_names()) == 1:
-            self.progress.loss = next(reversed(saved["recent"]), None)  # saved before it had one
-        self.progress.best_loss = float(saved["best_loss"])
+            self.progress.loss = next(reversed(saved.recent), None)  # saved before it had one
         # A kill may have come between a checkpoint and its pointers.
         self.directory.point("last", step)
         if self.progress.best_step in self.directory.steps():
@@ -406,11 +475,7 @@ class TrainingRun:
         except io.UnsupportedOperation:  # no file
             return
         if links == 0:
-            raise MachineError(
-                "the run's files were deleted or replaced while it was training",
-                where=str(self.directory.folder),
-                hint="train it anew, or under another {--name|name}; nothing more was written",
-            )
+            raise self.directory.deleted()
 
     def _gave_up(self) -> bool:
         """Return True after too many evaluations without a better one, also if resumed."""
