@@ -10,13 +10,17 @@ machines, with AVX2 at most; so one that was built for this machine must be amon
 files that they read are our own exports: f32, q8_0 and q4_0. Each is asked in a process of its own
 by plain `llama_decode` calls, with flash attention on, and chooses greedily as we do; the sides
 are interleaved. Batch 1 and 8 from a short prompt, and reading a prompt of 512. `--clock cpu
---threads 1` takes CPU time, for a machine that others use.
+--threads 1` takes CPU time, for a machine that others use. `--keep` writes the rows to
+docs/figures-llama.json, with the machine, the commit and the date, and the table of docs/kernels.md
+from all that are kept.
 """
 
 import argparse
 import copy
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,6 +60,9 @@ PAIRS: tuple[tuple[str, QuantSpec | None, str], ...] = (
 SHORT = 8  # tokens before those that are decoded
 LIMIT, OURS = "reading alone", "glassformer"
 PEER = Path(__file__).parent / "llama_peer.py"
+ROOT = Path(__file__).parents[1]
+KEPT, PAGE = ROOT / "docs" / "figures-llama.json", ROOT / "docs" / "kernels.md"
+TABLE = re.compile(r"(?<=<!-- made: llama -->\n).*?(?=<!-- end: llama -->)", re.S)
 #: Named by a library's system information where it was built for this machine's vectors.
 WIDE = "AVX512"
 
@@ -71,11 +78,20 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--only", action="append", choices=("float32", "INT8", "INT4"))
+    parser.add_argument("--keep", action="store_true", help="in docs/figures-llama.json")
     parser.add_argument("--case", action="append", choices=("decode", "prefill", "batch 8"))
 
 
 def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """Each model in turn: one of 25 M parameters, and the files that were named."""
+    rows = list(measured(quick=quick, asked=asked)) if asked.keep else ()
+    yield from rows or measured(quick=quick, asked=asked)
+    if rows:
+        keep(rows)
+
+
+def measured(*, quick: bool, asked: argparse.Namespace) -> Iterator[Row]:
+    """The rows of every model."""
     libraries = [*wheel(), *asked.library]
     if not libraries:
         yield said("llama", "all", "no build of llama.cpp: --library FILE names one")
@@ -139,7 +155,8 @@ def compared(
                     label: partial(llama, prompts, new) for label, llama in theirs.items()
                 }
                 sides[OURS] = partial(stepper, prompts, new)
-                title = f"{name}, {ours}, {asked.threads} threads, {case}, {batch} x "
+                threads = f"{asked.threads} thread{'s' * (asked.threads > 1)}"
+                title = f"{name}, {ours}, {threads}, {case}, {batch} x "
                 title += f"({prompt} + {new}){', CPU time' * (asked.clock == 'cpu')}"
                 is_limited = case == "decode" and spec is None and asked.clock == "wall"
                 if is_limited:
@@ -267,3 +284,64 @@ class Llama:
         self.process.stdin.close()
         self.process.wait(60)
         self.process.stdout.close()
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def keep(rows: list[Row]) -> None:
+    """Write rows beside those that are kept already, in place of the same ones, and the table."""
+    kept: dict[str, dict[str, Any]] = {}
+    if KEPT.is_file():
+        kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    facts = {
+        "machine": f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    for row in rows:
+        if row["median_ms"] is not None:
+            label, _, spread = str(row["name"]).partition(" (")
+            found = {
+                "ms": row["median_ms"],
+                "range": spread.rstrip(")"),
+                "ours_over_it": row["ratio"],
+            }
+            kept[f"{row['case']}, {label}"] = found | facts
+    text = json.dumps(kept, indent=1, sort_keys=True)
+    KEPT.write_text(text + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(TABLE.sub(lambda _: table(kept), page), encoding="utf-8")
+
+
+def processor() -> str:
+    """The processor's name and its widest vectors."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"model name\s*: (.*)", facts)
+    return f"{name.group(1) if name else 'a processor'}{' with AVX-512' * has_wide()}"
+
+
+def table(kept: dict[str, dict[str, Any]]) -> str:
+    """A line for each model, precision and case: both builds, our time over theirs, the range."""
+    lines = [
+        "| model, precision, threads | case | built here (AVX-512) | the wheel (AVX2) | ours, ms |",
+        "|---|---|---|---|---|",
+    ]
+    order = [ours for ours, _, _ in PAIRS]
+    cases = {key.rpartition(f", {OURS}")[0] for key in kept if key.endswith(f", {OURS}")}
+    for case in sorted(cases, key=lambda case: (order.index(case.split(", ")[1]), case)):
+        model, precision, threads, what, *rest = case.split(", ")
+        cells = [kept.get(f"{case}, llama.cpp, {built}") for built in (WIDE, "AVX2")]
+        said = [
+            f"{cell['ours_over_it']:.2f} ({cell['ms']:.0f} ms)" if cell else "" for cell in cells
+        ]
+        ours = kept[f"{case}, {OURS}"]
+        clock = " of CPU time" if rest[-1] == "CPU time" else ""
+        size = rest[0]
+        lines.append(
+            f"| {model}, {precision}, {threads} | {what}, {size} | {said[0]} | {said[1]} "
+            f"| {ours['ms']:.0f}{clock} ({ours['range'].removesuffix(' ms')}) |"
+        )
+    facts = {f"{row['machine']}, commit {row['commit']}, {row['date']}" for row in kept.values()}
+    return "\n".join((*lines, "", f"Measured on: {'; '.join(sorted(facts))}.")) + "\n"

@@ -661,9 +661,11 @@ def layers(
 
 @torch.inference_mode()
 def beside_fbgemm(*, device: str = "cpu", rounds: int = 7) -> Iterator[dict[str, object]]:
-    """Our INT8 products over torch's FBGEMM, in turns with nothing else between them."""
+    """Our INT8 products over torch's FBGEMM, interleaved with nothing else between them."""
     if device != "cpu":
         return
+    built = f"torch {torch.__version__}, which chooses {torch.backends.cpu.get_cpu_capability()}"
+    yield _row("FBGEMM", f"{built} at run time")
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in LAYERS[1:]:
         weight = torch.randn(outputs, inputs, generator=generator) * 0.02

@@ -8,6 +8,7 @@ early: the end is forbidden on every side.
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def crossed(
     if installed("ctranslate2"):
         with tempfile.TemporaryDirectory() as place:
             translator = ctranslate_twin(model, Path(place) / "model", threads=1)
+        built = f"its wheel {version('ctranslate2')}; CT2_VERBOSE=1 prints the instructions chosen"
+        yield said("generate", "CTranslate2", built)
     else:
         yield said("generate", "encoder-decoder d128 2+2", "CTranslate2 is not installed")
     for batch, width in cases:

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from bench import audit
+from bench import audit, llama
 from bench.families import CASES, without_native_step
 from bench.families import spec_of as read_as
 
@@ -123,3 +123,38 @@ def test_the_chapter_on_training_quotes_the_findings_on_warmup():
     means = [f"{sum(found) / 3:.1f} %" for found in (with_it, without)]
     text = page("learn/06-training.md").replace("\n", " ")
     assert f"{means[0]} of the answers are right with warmup and {means[1]} without" in text
+
+
+def test_the_table_of_llama_cpp_is_made_from_what_was_measured():
+    """A build for the machine has a figure wherever the wheel has one."""
+    kept = json.loads(llama.KEPT.read_text(encoding="utf-8"))
+    (shown,) = llama.TABLE.findall(page("kernels.md"))
+    assert shown == llama.table(kept)
+    wheel = {key.removesuffix("AVX2") for key in kept if key.endswith("AVX2")}
+    assert wheel == {key.removesuffix(llama.WIDE) for key in kept if key.endswith(llama.WIDE)}
+
+
+@pytest.mark.parametrize(
+    ("built", "words"), [(llama.WIDE, "built for the machine"), ("AVX2", "wheel of x")]
+)
+def test_the_figures_of_llama_cpp_are_those_that_were_measured(built, words):
+    kept = json.loads(llama.KEPT.read_text(encoding="utf-8"))
+    ratios = [
+        f"{found['ours_over_it']:.2f}"
+        for case in ("decode", "prefill")
+        for ours in ("float32", "INT8", "INT4")
+        for key, found in kept.items()
+        if f", {ours}, 1 thread, {case}, " in key and key.endswith(f"CPU time, llama.cpp, {built}")
+    ]
+    rows = [line for line in page("figures.md").splitlines() if words in line.split(" | ")[0]]
+    row = next(line for line in rows if "llama" in line)
+    assert f"| {', '.join(ratios[:3])}; {', '.join(ratios[3:])} of its time" in row
+
+
+@pytest.mark.parametrize("name", ["figures.md", "serve.md"])
+def test_a_fair_build_of_llama_cpp_comes_before_the_wheel(name):
+    """A row with our time or rate over llama.cpp's says what that was built for."""
+    first = [line.split(" | ")[0] for line in page(name).splitlines() if line.startswith("|")]
+    rows = [cell for cell in first if "llama" in cell and ("over " in cell or "beside" in cell)]
+    assert rows and all("built for" in cell for cell in rows)
+    assert "this machine" in rows[0] or "the machine" in rows[0]
