@@ -39,6 +39,24 @@ def _run(engine: str) -> Callable[[Path], None]:
     return lambda folder: train(_spec(engine), folder / "run")
 
 
+def _lora(folder: Path) -> None:
+    from glassformer.lab.api import finetune
+
+    world, begun = make_models(), (folder / "run" / "config.json").is_file()
+    finetune(
+        world / "runs" / "lm",
+        world / "documents.jsonl",
+        lora=2,
+        steps=STEPS,
+        name="run",
+        runs=folder,
+        overrides=["task.length=16", "train.batch_size=4", "train.checkpoint_every=2"],
+        threads=1,
+        resume=begun,
+        progress=False,
+    )
+
+
 def _prepare(folder: Path) -> None:
     import glassformer as gf
 
@@ -86,6 +104,7 @@ def _end_of_sweep(folder: Path) -> Ended:
 WORK: dict[str, tuple[int, Callable[[Path], None], Callable[[Path], Ended]]] = {
     "torch": (4, _run("torch"), _end_of_run),
     "numpy": (4, _run("numpy"), _end_of_run),
+    "lora": (2, _lora, _end_of_run),
     "prepare": (2, _prepare, _end_of_corpus),
     "sweep": (1, _sweep, _end_of_sweep),
 }
@@ -164,7 +183,7 @@ def killed(place: Path, r: random.Random) -> Found:
         return Found(f"{kind}: could not go on", True, detail=f"{detail}\n{_err(folder)}")
     if json.dumps(end(folder)) != json.dumps(whole):
         return Found(f"{kind}: ANOTHER END", fault=True, detail=detail)
-    strays = [p for p in folder.rglob(".tmp-*") if p.exists()]
+    strays = [p for p in folder.rglob(".*") if p.name.startswith(".tmp-") or p.suffix == ".tmp"]
     if strays:
         return Found(f"{kind}: left {strays[0].name}", fault=True, detail=detail)
     return Found(f"{kind}: the same bits", detail=detail, kills=kills)

@@ -22,6 +22,7 @@ LINES = {
     "train parity task.max_length=60000": 2,
     "train copy task.vocab_size=1000000000": 2,
     "generate {run} x --beams 100000": 2,
+    "serve {run} --api-key twenty-one-letters-é-": 2,
 }
 
 

@@ -20,7 +20,7 @@ from glassformer.lab.runs import table
 from glassformer.lab.runs.process import stopping
 from glassformer.lab.runs.table import runs
 from glassformer.lab.sweeps.sweep import sweep
-from glassformer.spec.errors import GlassError, MachineError
+from glassformer.spec.errors import GlassError, InputError, MachineError
 from glassformer.store.rundir import RunDirectory
 from tests.command import _run
 from tests.lab.runs import assert_same, outcome, resumed, sample, trained
@@ -181,7 +181,7 @@ def test_a_clock_set_back_changes_no_bit_and_no_status(engine, tmp_path, monkeyp
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
-def sweeping(place: Path) -> None:
+def sweeping(place: Path, *, resume: bool = True) -> None:
     sweep(
         "digits",
         vary={"train.lr": [1e-3, 3e-3]},
@@ -192,7 +192,7 @@ def sweeping(place: Path) -> None:
         jobs=1,
         stack=False,
         progress=False,
-        resume=True,
+        resume=resume,
     )
 
 
@@ -216,6 +216,14 @@ def test_of_two_sweepers_one_is_refused(tmp_path):
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (one, other)]
     assert 0 in codes and set(codes) <= {0, 5}  # the second may come when the first has ended
     assert len((tmp_path / "x" / "results.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_refused_sweep_changes_no_file(tmp_path):
+    sweeping(tmp_path)
+    seen = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}
+    with pytest.raises(InputError, match="the sweep x exists"):
+        sweeping(tmp_path, resume=False)
+    assert {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")} == seen
 
 
 def test_a_sweep_that_is_stopped_keeps_its_folder_and_one_that_is_killed_goes_on(tmp_path):

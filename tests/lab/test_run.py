@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import glassformer.store.rundir
 from glassformer.lab import corpus, recipes
 from glassformer.lab.api import evaluate, result_of, train
 from glassformer.lab.recipes import read_config
@@ -438,10 +439,21 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_ours_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(MachineError, match="Not a directory"),
+        pytest.raises(MachineError, match="Not a directory") as caught,
         RunDirectory(tmp_path / "file" / "run").locked(),
     ):
         pass
+    assert "yours to write to" in caught.value.hint and "room" not in caught.value.hint
+
+
+def test_a_run_in_a_read_only_folder_is_not_told_to_make_room(tmp_path, monkeypatch):
+    def read_only(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(glassformer.store.rundir, "replace_file", read_only)
+    with pytest.raises(MachineError, match="Read-only file system") as caught:
+        RunDirectory(tmp_path).write("eval/val.json", "{}")
+    assert "yours to write to" in caught.value.hint and "room" not in caught.value.hint
 
 
 # --- what is not finite ---------------------------------------------------------------------------

@@ -143,7 +143,8 @@ def _serve(
     from glassformer.serve.http import is_loopback, listen, reachable_host
 
     if api_key is not None and (not api_key.isascii() or len(api_key) < 8):
-        raise InputError("an API key of fewer than 8 letters", hint="openssl rand -hex 16")
+        what = "an API key has 8 characters at least, all of them ASCII"
+        raise InputError(what, hint="openssl rand -hex 16")
     if not is_loopback(host) and api_key is None:
         raise InputError(
             f"{host} can be reached from other machines",
