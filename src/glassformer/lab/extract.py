@@ -39,6 +39,7 @@ from glassformer.lab.plots.figures import Edge, dot_text, machine_svg
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
+from glassformer.spec.machines import MachineTable, machine_of
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.training.engine import Engine, log_softmax
 
@@ -283,6 +284,10 @@ class Extraction:
             "all_up_to": self.all_up_to,
             "length": self.length,
         }
+
+    def table(self) -> MachineTable:
+        """Return the machine with its probabilities, to train on: `FsmTask(machine=...)`."""
+        return machine_of(self.to_dict(), name="extracted")
 
     def encoded(self, ending: str) -> bytes:
         """Return the bytes of a file with that ending: svg, json or dot."""

@@ -32,8 +32,8 @@ from glassformer.lab.runs.assemble import PlannedRun
 from glassformer.models.model import weights_hash
 from glassformer.nn.position import declared_parameters
 from glassformer.spec import presets
-from glassformer.spec.block import head_name
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.machines import MachineTable, machine_of, read_machine
 from glassformer.spec.model import (
     AnswerHead,
     ClassHead,
@@ -41,6 +41,7 @@ from glassformer.spec.model import (
     ModelSpec,
     NextHead,
     StateHead,
+    head_name,
 )
 from glassformer.spec.own import (
     OwnOptimizer,
@@ -52,7 +53,7 @@ from glassformer.spec.own import (
     is_source,
     name_part,
 )
-from glassformer.spec.serialize import from_dict, override, to_dict
+from glassformer.spec.serialize import from_dict, override, to_dict, to_json
 from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import AdamW, CosineSchedule, LoRA, RunSpec, TrainSpec, Tuning
@@ -220,6 +221,10 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
     except (OSError, ValueError, RecursionError) as error:
         kind = path.suffix.removeprefix(".").upper()
         raise InputError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
+    task = data.get("task")
+    machine = task.get("machine") if isinstance(task, dict) else None
+    if isinstance(machine, dict) or (isinstance(machine, str) and machine.endswith(".json")):
+        data["task"]["machine"] = to_dict(_machine(machine))
     return override_parts(from_dict(RunSpec, data), overrides)
 
 
@@ -341,12 +346,28 @@ def _head(name: str, size: int, vocab_size: int) -> Head:
 def _named(text: str) -> str:
     """Return an override whose value names a part, with the part's spec as the value."""
     path, _, value = text.partition("=")
-    kind = KINDS.get(path.rpartition(".")[2])
+    last = path.rpartition(".")[2]
+    if last == "machine" and (value.endswith(".json") or value.lstrip().startswith("{")):
+        return f"{path}={to_json(_machine(value))}"
+    kind = KINDS.get(last)
     if kind is None or not is_source(value):
         return text
     # A tokenizer is a word or this one spec, so the spec needs no kind.
     named = {} if kind is OwnTokenizer else {"kind": kind.__name__}
     return f"{path}={json.dumps({**named, **to_dict(name_part(kind, value))})}"
+
+
+def _machine(given: object) -> MachineTable:
+    """Return the machine of a file's name, of JSON, or of the values of a config."""
+    if isinstance(given, str) and given.endswith(".json"):
+        return read_machine(Path(given))
+    if not isinstance(given, str):
+        return machine_of(given)
+    try:
+        data = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the machine is not JSON: {error}", where=given[:80]) from error
+    return machine_of(data)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -110,6 +110,7 @@ __all__ = [
     "VectorHead",
     "XavierInit",
     "YarnScaling",
+    "head_name",
     "rotary_of",
 ]
 

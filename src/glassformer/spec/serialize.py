@@ -198,6 +198,8 @@ def _read(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         classes = _spec_classes(hint)
         if len(classes) > 1:
             return _read_variant(classes, value, path, problems)
+        if isinstance(value, str) and str in get_args(hint):
+            return value
         words = [o for o in get_args(hint) if get_origin(o) is Literal]
         inner = classes or [o for o in get_args(hint) if o is not type(None)]
         if words and isinstance(value, str):  # one of some words, or a spec

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from glassformer.spec.checks import at_least, one_of, positive, size, spec
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.machines import MachineTable
 from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnTask, OwnTokenizer, installed_parts, is_source
 from glassformer.spec.units import parse_count, parse_share
@@ -83,12 +84,14 @@ class FsmTask:
     """Walks of a finite-state machine, with the state and class at each position.
 
     `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, sampled
-    with `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state) or
-    `regex:PATTERN`. `order` "uniform" makes every legal symbol equally likely; "weighted" samples
-    weights for each state. Walks are cut after `max_length` symbols, and `longer` ones later.
+    with `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state),
+    `regex:PATTERN`, or a machine of your own: a `MachineTable`, as a setting also FILE.json.
+    `order` "uniform" makes every legal symbol equally likely; "weighted" samples weights for each
+    state; a machine that has probabilities keeps them. Walks are cut after `max_length` symbols,
+    and `longer` ones later.
     """
 
-    machine: str = "parity"
+    machine: str | MachineTable = "parity"
     symbols: int = 3
     machine_seed: int = 0
     order: Literal["uniform", "weighted"] = "weighted"

@@ -19,11 +19,11 @@ from glassformer.data.batch import Floats, Ints
 from glassformer.data.rng import stream
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.machines import MOST_STATES, MachineTable
 
 # Q states, A symbols
 
 KNOWN = ("parity", "mod-K", "brackets-D", "random-N", "partial-N", "regex:PATTERN")
-MOST_STATES = 1_000
 
 
 def parity() -> Machine:
@@ -124,9 +124,18 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
         return parity()
     if name.startswith("regex:"):
         return machine_of_regex(name.removeprefix("regex:"))
+    if name.endswith(".json"):
+        raise InputError(
+            f"'{name}' is a file, not a machine",
+            hint="task.machine=FILE.json reads it; in Python, "
+            "FsmTask(machine=gf.load_machine('FILE.json'))",
+        )
     found = re.fullmatch(r"(mod|brackets|random|partial)-([0-9]{1,9})", name)
     if found is None:
-        raise InputError(f"machine '{name}' is not known", hint=_suggestion(name))
+        raise InputError(
+            f"machine '{name}' is not known",
+            hint=f"{_suggestion(name)}; or a FILE.json of your own",
+        )
     number = int(found[2])
     if number > MOST_STATES:
         raise InputError(f"machine '{name}' is too large", hint=f"at most {MOST_STATES}")
@@ -137,6 +146,19 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
         "partial": lambda: random_machine(number, symbols=symbols, seed=seed, complete=False),
     }
     return make[found[1]]()
+
+
+def machine_of_table(table: MachineTable) -> Machine:
+    """Return the machine of a spec."""
+    names = tuple(dict.fromkeys(table.classes))
+    return Machine(
+        alphabet=table.alphabet,
+        transitions=table.transitions,
+        classes=tuple(names.index(name) for name in table.classes),
+        class_names=names,
+        ends=table.ends,
+        start=table.start,
+    )
 
 
 def _suggestion(name: str) -> str:
@@ -182,17 +204,18 @@ class Walk:
         cls,
         machine: Machine,
         *,
-        end: float,
+        end: float | Floats,
         min_length: int = 1,
         weights_QA: Floats | Ints | None = None,
     ) -> "Walk":
-        """Return a walk by weights (uniform by default), ending with probability `end` if it may.
+        """Return a walk by weights (uniform by default), ending with probability `end` if it may;
+        `end` may be one for each state.
 
         Where nothing but the end is possible, it is certain; before min_length a symbol is possible
         only if the string can then still become long enough.
         """
         at_least("min_length", min_length, 0)
-        if not 0.0 < end < 1.0:
+        if isinstance(end, float) and not 0.0 < end < 1.0:
             raise InputError(f"end {end} is not between 0 and 1", hint=f"{1 / 8}")
         shape = (machine.n_states, len(machine.alphabet))
         weights = np.ones(shape) if weights_QA is None else np.asarray(weights_QA, np.float64)
@@ -304,6 +327,15 @@ class Walk:
             here_Q = np.zeros_like(here_Q)
             np.add.at(here_Q, table_QA[table_QA != NOWHERE], moved_QA[table_QA != NOWHERE])
         return nats, events
+
+
+def given_walk(machine: Machine, shares_QE: Floats, *, min_length: int) -> Walk:
+    """Return the walk with these probabilities of each state's symbols, then of the end.
+
+    Before min_length, those of the symbols are scaled up: nothing ends.
+    """
+    weights_QA = np.where(shares_QE[:, :-1] > 0, shares_QE[:, :-1], 1.0)
+    return Walk.of(machine, end=shares_QE[:, -1], min_length=min_length, weights_QA=weights_QA)
 
 
 def weighted_walk(machine: Machine, *, min_length: int, max_length: int, seed: int | None) -> Walk:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Ints
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.machines import NOWHERE as NOWHERE
 
 # Q states, A symbols
 
@@ -55,8 +56,6 @@ def coarsest_refinement(table_QA: Ints, *, labels_Q: Ints) -> NDArray[np.int64]:
 
 
 # Q states, A symbols of the alphabet, N strings, L positions
-
-NOWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.data.automata.library import Strings, Walk, machine_named, weighted_walk
+from glassformer.data.automata.library import (
+    Strings,
+    Walk,
+    given_walk,
+    machine_named,
+    machine_of_table,
+    weighted_walk,
+)
 from glassformer.data.automata.machine import NOWHERE, Machine
 from glassformer.data.batch import Batch, Bools, Ints
 from glassformer.data.rng import digest, hash_rows, stream
@@ -29,6 +36,7 @@ from glassformer.data.task import (
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
+from glassformer.spec.machines import MachineTable
 from glassformer.spec.model import LayerNorm, ModelSpec
 from glassformer.spec.tasks import FsmTask
 from glassformer.spec.train import CosineSchedule, TrainSpec
@@ -48,6 +56,11 @@ class Rows:
     states_NT: NDArray[np.int16]
     counts_NT: Bools
     lengths_N: NDArray[np.int64]
+
+
+def machine_title(machine: str | MachineTable) -> str:
+    """Return the name of a machine, of the library or of one's own."""
+    return machine if isinstance(machine, str) else machine.name
 
 
 def divided(spec: FsmTask, walk: Walk) -> dict[str, Rows]:
@@ -85,8 +98,8 @@ def divided(spec: FsmTask, walk: Walk) -> dict[str, Rows]:
     for split, parts in kept.items():
         if _count(parts) < max(1, wanted[split] // 10):
             raise InputError(
-                f"{ROUNDS * spec.examples} strings of '{spec.machine}' give {_count(parts)} "
-                f"for {split}: nearly all are too common to be held out",
+                f"{ROUNDS * spec.examples} strings of '{machine_title(spec.machine)}' give "
+                f"{_count(parts)} for {split}: nearly all are too common to be held out",
                 where=f"max_length {spec.max_length}, examples {spec.examples}",
                 hint="raise max_length; or lower examples, which decides what is common",
             )
@@ -185,15 +198,23 @@ class Fsm(Task):
     def __init__(self, spec: FsmTask) -> None:
         self.spec = spec
         check_room(spec.examples, spec.max_length + spec.longer)
-        self.name = spec.machine
-        found = machine_named(spec.machine, symbols=spec.symbols, seed=spec.machine_seed)
+        self.name = machine_title(spec.machine)
+        match spec.machine:
+            case MachineTable():
+                found = machine_of_table(spec.machine)
+            case str():
+                found = machine_named(spec.machine, symbols=spec.symbols, seed=spec.machine_seed)
         self.machine: Machine = found
-        self.walk: Walk = weighted_walk(
-            found,
-            min_length=spec.min_length,
-            max_length=spec.max_length,
-            seed=spec.machine_seed if spec.order == "weighted" else None,
-        )
+        if isinstance(spec.machine, MachineTable) and spec.machine.probabilities:
+            shares_QE = np.array(spec.machine.probabilities)
+            self.walk: Walk = given_walk(found, shares_QE, min_length=spec.min_length)
+        else:
+            self.walk = weighted_walk(
+                found,
+                min_length=spec.min_length,
+                max_length=spec.max_length,
+                seed=spec.machine_seed if spec.order == "weighted" else None,
+            )
         self.tokenizer = Vocab(("PAD", "BOS", "EOS", *found.alphabet))
         self.heads: Mapping[str, int] = {
             "next": self.tokenizer.vocab_size,
