@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from glassformer.lab.corpus import prepare as prepare
     from glassformer.lab.extract import extract as extract
     from glassformer.lab.quantize import compare_precision as compare_precision
+    from glassformer.lab.recipes import load_config as load_config
+    from glassformer.lab.recipes import load_machine as load_machine
+    from glassformer.lab.runs.curves import history as history
     from glassformer.lab.runs.table import runs as runs
     from glassformer.lab.show import show as show
     from glassformer.lab.sweeps.sweep import Sweep as Sweep
@@ -94,8 +97,11 @@ _HOME = {
     "extract": "glassformer.lab.extract",
     "finetune": "glassformer.lab.api",
     "generate": "glassformer.generation.generate",
+    "history": "glassformer.lab.runs.curves",
     "inspect": "glassformer.adapters.any_model",
     "load": "glassformer.adapters.load",
+    "load_config": "glassformer.lab.recipes",
+    "load_machine": "glassformer.lab.recipes",
     "lr_find": "glassformer.lab.api",
     "manifest": "glassformer.spec.manifest",
     "override": "glassformer.spec.serialize",

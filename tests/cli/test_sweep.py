@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from glassformer.lab.recipes import recipe
+from glassformer.spec.serialize import to_json
 from tests.command import glass
 from tests.lab.sweeps.test_sweep import TINY
 
@@ -66,3 +68,15 @@ def test_a_design_that_does_not_exist_is_an_error(tmp_path):
                  "--json", folder=tmp_path)  # fmt: skip
     plan = json.loads(good.stdout)
     assert [cell["settings"]["tied"] for cell in plan["cells"]] == ["true", "false"]
+
+
+def test_two_configs_make_one_sweep(tmp_path):
+    for name, width in (("one", 8), ("two", 12)):
+        spec = recipe("digits", [*TINY, f"model.d_model={width}"])
+        (tmp_path / f"{name}.json").write_text(to_json(spec))
+    words = ("sweep", "one.json", "two.json", "train.seed=1", "--dry-run", "--json")
+    made = glass(*words, folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert [cell["name"] for cell in json.loads(made.stdout)["cells"]] == ["one", "two"]
+    refused = glass("sweep", "digits", "one.json", folder=tmp_path)
+    assert refused.returncode == 2 and "several things to sweep" in refused.stderr

@@ -29,10 +29,11 @@ from glassformer.checks.setups import Setup, Symptom, Verdict, setup_of
 from glassformer.checks.symptoms import examples, gradients, steps, targets
 from glassformer.data.task import Task
 from glassformer.kernels.threads import verifying
-from glassformer.lab.recipes import RECIPES, is_config, planned_run
+from glassformer.lab.recipes import RECIPES, planned_run
 from glassformer.lab.runs.assemble import assemble
 from glassformer.spec.errors import CheckFailed, FileError, InputError, nearest
 from glassformer.spec.own import is_source, neighbours
+from glassformer.spec.tasks import is_config
 from glassformer.spec.train import RunSpec
 from glassformer.training.torch_engine import TorchEngine
 

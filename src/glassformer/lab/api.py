@@ -25,7 +25,6 @@ from glassformer.lab.next_steps import resume_command
 from glassformer.lab.recipes import (
     FINETUNE,
     built_task,
-    is_config,
     override_parts,
     own_task_overrides,
     planned_run,
@@ -53,6 +52,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
+from glassformer.spec.tasks import is_config
 from glassformer.spec.train import SGD, LoRA, RunSpec, TrainSpec
 from glassformer.spec.units import visible
 from glassformer.store.checkpoint import is_quantized

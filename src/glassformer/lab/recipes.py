@@ -17,7 +17,7 @@ A source that is typed is consent to running it (`spec.own`), and its file is ha
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args
@@ -54,7 +54,7 @@ from glassformer.spec.own import (
     name_part,
 )
 from glassformer.spec.serialize import from_dict, override, to_dict, to_json
-from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask
+from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask, is_config
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import AdamW, CosineSchedule, LoRA, RunSpec, TrainSpec, Tuning
 
@@ -208,11 +208,6 @@ def planned_run(
     return plan_run(str(what), overrides, cache=cache)
 
 
-def is_config(what: str | Path) -> bool:
-    """Return True if this names a file, not a recipe."""
-    return str(what).endswith((".toml", ".json"))
-
-
 def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
     """Read a run from a TOML or JSON file, such as the config of another run."""
     read = json.loads if path.suffix == ".json" else tomllib.loads
@@ -226,6 +221,40 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> RunSpec:
     if isinstance(machine, dict) or (isinstance(machine, str) and machine.endswith(".json")):
         data["task"]["machine"] = to_dict(_machine(machine))
     return override_parts(from_dict(RunSpec, data), overrides)
+
+
+def load_config(path: str | Path, *overrides: str | Iterable[str]) -> RunSpec:
+    """Return the run that a TOML or JSON file, or the folder of a run, describes.
+
+    `glass design -o FILE.toml` and every run write such files; `gf.train` and `gf.sweep` take the
+    result. `overrides` as in `gf.override`: `"train.lr=1e-3"`, or lists of them.
+    """
+    place = Path(path)
+    texts = [text for one in overrides for text in ([one] if isinstance(one, str) else one)]
+    if place.is_dir():
+        place /= "config.json"
+    if not is_config(place):
+        raise InputError(
+            f"{path} is no config", hint="a .toml or .json file, or the folder of a run"
+        )
+    return read_config(place, texts)
+
+
+def load_machine(path: str | Path) -> MachineTable:
+    """Return a machine from a JSON file: states and edges, or what `glass extract` wrote.
+
+    `gf.RunSpec(task=FsmTask(machine=...))` trains on it, like `task.machine=FILE.json`.
+    """
+    return read_machine(Path(path))
+
+
+def named_configs(paths: Sequence[str | Path]) -> dict[str, RunSpec]:
+    """Return several configs by the names of their files."""
+    names = [Path(path).stem for path in paths]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two configs are called {name}", hint="rename one of the files")
+    return {name: load_config(path) for name, path in zip(names, paths, strict=True)}
 
 
 T = TypeVar("T")

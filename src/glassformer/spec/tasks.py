@@ -268,9 +268,14 @@ TASK_SUMMARIES: dict[str, str] = {
 }
 
 
+def is_config(what: object) -> bool:
+    """Return True if this names a file, not a task."""
+    return str(what).endswith((".toml", ".json"))
+
+
 def check_task_name(name: str) -> None:
     """Refuse what is neither a task, nor a config file, nor a source or part of the user's own."""
-    if name in TASK_SUMMARIES or name.endswith((".toml", ".json")) or is_source(name):
+    if name in TASK_SUMMARIES or is_config(name) or is_source(name):
         return
     own = installed_parts()
     if name not in own:

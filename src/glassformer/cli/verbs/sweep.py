@@ -19,7 +19,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.options import Option, options_of
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.sweep import SweepSpec
-from glassformer.spec.tasks import check_task_name
+from glassformer.spec.tasks import check_task_name, is_config
 
 if TYPE_CHECKING:
     from glassformer.lab.sweeps.plan import Planner
@@ -59,8 +59,8 @@ def sweep(
         str,
         typer.Argument(
             metavar="TASK|CONFIG|SWEEP",
-            help="A task of `glass list`, a run's config, a sweep's .toml, or a sweep's folder, "
-            "which goes on.",
+            help="A task of `glass list`, a run's config (or several), a sweep's .toml, or a "
+            "sweep's folder, which goes on.",
         ),
     ],
     options: dict[str, Any],
@@ -68,9 +68,9 @@ def sweep(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SETTING=VALUES",
+            metavar="CONFIG|SETTING=VALUES",
             help="train.lr=1e-3,3e-3 model.d_model=64,96 train.steps=500 ...; a range is sampled: "
-            "log:1e-4..1e-2, 0.0..0.3, 32..128/16.",
+            "log:1e-4..1e-2, 0.0..0.3, 32..128/16. With several configs, one value for all.",
         ),
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", help="Budget: tied embeddings.")] = False,
@@ -131,6 +131,8 @@ def sweep(
 
       glass sweep text --params 300k --embedding-ratio 0.25,0.35,0.45 --tied,--untied --dry-run
 
+      glass sweep one.toml two.toml train.steps=500 --seeds 3
+
       glass sweep sweeps/text
     """
     if not what.endswith(".toml") and not Path(what).is_dir():
@@ -139,9 +141,10 @@ def sweep(
     wish = ["true"] * tied + ["false"] * untied if not both else ["true", "false"]
     design = {key: str(value) for key, value in budget.items()}
     design |= {"tied": ",".join(wish)} if wish else {}
+    configs = [text for text in settings or [] if is_config(text) and "=" not in text]
     code = _run(
-        what,
-        list(settings or []),
+        [what, *configs],
+        [text for text in settings or [] if text not in configs],
         options=options,
         design=design,
         name=name,
@@ -162,7 +165,7 @@ def sweep(
 
 
 def _run(
-    what: str,
+    named: list[str],
     settings: list[str],
     *,
     options: Mapping[str, Any],
@@ -188,6 +191,12 @@ def _run(
 
     device = check_device(device)
     at_least("threads", threads)
+    what, *others = named
+    if others and not is_config(what):
+        raise InputError(
+            f"{what} and {others[0]} are several things to sweep",
+            hint="one task, or several configs: glass sweep one.toml two.toml",
+        )
     keep_freed_memory()
     if resume and overwrite:
         raise InputError(
@@ -203,9 +212,10 @@ def _run(
         sweep, resume = Sweep.open(what), True
         planner = Planner(sweep.plan.sweep, cache=cache_folder(sweep.path / "runs"))
     else:
-        folder = run_folder(sweeps, usual_name(what) if name is None else name)
+        usual = "-".join(map(usual_name, named))
+        folder = run_folder(sweeps, usual if name is None else name)
         sweep, planner = prepare_sweep(
-            what,
+            named if others else what,
             folder=folder,
             options=options,
             overrides=settings,

@@ -6,6 +6,7 @@ the next reading; a step that comes again (a run that was resumed) replaces what
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from glassformer.lab.runs.metrics_file import (
     read_lines,
     smooth,
 )
-from glassformer.spec.errors import FileError, InputError, nearest
+from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 
 #: A metrics file beyond this is not read at once.
 LIMIT = 1 << 30
@@ -111,6 +112,20 @@ class Curves:
         """The newest step with any value; 0 for a run that has not begun."""
         return max((int(one.step[-1]) for one in self.series.values() if len(one)), default=0)
 
+    def frame(self) -> Any:
+        """Return `rows()` as a pandas data frame; a value that is missing is NaN."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise MachineError(
+                "a data frame needs pandas, which is not installed",
+                hint="pip install pandas; rows() is a list of dicts and needs nothing",
+            ) from error
+        fixed = ["run", "step", "tokens", "seconds"]
+        rows = self.rows()
+        frame = pandas.DataFrame(rows, columns=[*fixed, *self.series])
+        return frame.astype(dict.fromkeys(self.series, "float64"))
+
     def rows(self) -> list[dict[str, Any]]:
         """Return a wide table: rows are steps, columns series, None where a series has no value."""
         table: dict[int, dict[str, Any]] = {}
@@ -124,12 +139,20 @@ class Curves:
             ):
                 start = {"run": self.run, "step": step, "tokens": tokens, "seconds": seconds}
                 table.setdefault(step, start)[one.name] = value
-        empty = dict.fromkeys(self.series)
+        empty: dict[str, Any] = dict.fromkeys(self.series)
         fixed = ("run", "step", "tokens", "seconds")
         return [
             {name: row[name] for name in fixed} | empty | row
             for _, row in sorted(table.items(), key=lambda item: item[0])
         ]
+
+
+def history(run: str | Path) -> Curves:
+    """Return everything that a run measured: `rows()`, `frame()`, or a series by its name.
+
+    `run` is the folder of a run, `runs/demo`; `gf.train(...).history` is the same.
+    """
+    return read_curves(Path(run))
 
 
 def read_curves(folder: Path, *, start: int = 0, spent: Spent | None = None) -> Curves:

@@ -38,7 +38,7 @@ from glassformer.lab.runs.assemble import (
     read_checkpoint,
     write_checkpoint,
 )
-from glassformer.lab.runs.curves import read_curves
+from glassformer.lab.runs.curves import Curves, read_curves
 from glassformer.lab.runs.record import (
     EVERY,
     Board,
@@ -264,6 +264,11 @@ class TrainingRun:
     def val_accuracy(self) -> float | None:
         """The accuracy on the validation split, at the last evaluation."""
         return self.metrics.get("accuracy")
+
+    @property
+    def history(self) -> Curves:
+        """Every measurement so far: `history.rows()`, `history.frame()`, `history["val.loss"]`."""
+        return read_curves(self.path)
 
     @property
     def model(self) -> BaseAdapter:

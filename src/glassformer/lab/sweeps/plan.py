@@ -18,14 +18,14 @@ from glassformer.budget.question import Budget
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.task import Task
 from glassformer.lab.corpus import built
-from glassformer.lab.recipes import FINETUNE, is_config, override_parts, planned_run
+from glassformer.lab.recipes import FINETUNE, override_parts, planned_run
 from glassformer.lab.runs.assemble import PlannedRun, check_fit
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.options import Option, options_of
 from glassformer.spec.serialize import from_dict, to_dict
 from glassformer.spec.sweep import METRICS, Choices, SweepSpec
-from glassformer.spec.tasks import TextTask
+from glassformer.spec.tasks import TextTask, is_config
 from glassformer.spec.train import RunSpec, setting_for
 
 #: Options of a budget that the task decides.

@@ -23,7 +23,7 @@ import numpy as np
 
 from glassformer.data.task import Task
 from glassformer.lab.bar import Bar, clock, is_watched
-from glassformer.lab.recipes import usual_name
+from glassformer.lab.recipes import named_configs, override_parts, usual_name
 from glassformer.lab.runs.process import stopping
 from glassformer.lab.sweeps import report
 from glassformer.lab.sweeps.executors import (
@@ -610,7 +610,7 @@ def _listed(value: Any) -> str:
 
 
 def prepare_sweep(
-    what: "str | Path | SweepSpec | Mapping[str, RunSpec]",
+    what: "str | Path | SweepSpec | Sequence[str | Path] | Mapping[str, RunSpec]",
     *,
     folder: Path,
     options: Mapping[str, Any] | None = None,
@@ -625,10 +625,22 @@ def prepare_sweep(
     A text keeps its tokens in the sweep's folder, unless it is a dry run, which writes nothing.
     """
     cache = None if dry else cache_folder(folder / "runs")
+    if isinstance(what, (list, tuple)):
+        what = named_configs(what)
     if isinstance(what, Mapping):
-        spec = SweepSpec(what="runs", **dict(options or {}))
+        given = [*overrides, *(f"{path}={_listed(value)}" for path, value in (vary or {}).items())]
+        factors, fixed = split_settings(given)
+        if factors or design:
+            varied = factors[0].path if factors else next(iter(design or {}))
+            raise InputError(
+                f"several runs are compared as they are, and {varied} has several values",
+                hint="one value for all of them; or vary one task or config",
+            )
+        spec = SweepSpec(what="runs", fixed=fixed, **dict(options or {}))
         planner = Planner(spec, cache=cache)
-        return Sweep(folder, plan_of_runs(spec, what, planner)), planner
+        runs = {name: override_parts(run, fixed) for name, run in what.items()}
+        return Sweep(folder, plan_of_runs(spec, runs, planner)), planner
+    assert isinstance(what, (str, Path, SweepSpec))
     spec = (
         what
         if isinstance(what, SweepSpec)
@@ -700,7 +712,7 @@ def executor(
 
 
 def sweep(
-    what: "str | Path | SweepSpec | Mapping[str, RunSpec]",
+    what: "str | Path | SweepSpec | Sequence[str | Path] | Mapping[str, RunSpec]",
     *,
     vary: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
@@ -729,7 +741,8 @@ def sweep(
 
     `gf.sweep("digits", vary={"train.lr": [1e-3, 3e-3]}, seeds=5).ranking`. `design` are options of
     a parameter budget, lists where they vary: every cell's model is then the solver's. `what` may
-    be a task, a config, a sweep's TOML file, its folder (which goes on), or complete runs by name.
+    be a task, a config, a sweep's TOML file, its folder (which goes on), several configs,
+    `["one.toml", "two.toml"]`, or complete runs by name; with several, settings hold for all.
     Runs are trained `jobs` at a time in processes, those of one shape as one with `stack` (on a GPU
     by default), or on a `ray` cluster; the ranking is the same.
     """
@@ -773,6 +786,6 @@ def sweep(
 
 
 def _usual(what: Any) -> str:
-    if isinstance(what, Mapping):
+    if isinstance(what, (Mapping, list, tuple)):
         return "runs"
     return usual_name(what.what if isinstance(what, SweepSpec) else str(what))
