@@ -177,8 +177,9 @@ def quantize(
     adapter = adapt(model)
     if not isinstance(adapter, NativeAdapter):
         raise InputError(
-            f"{type(adapter.model).__name__} is another library's module",
-            hint='load it with backend="native"',
+            f"{type(adapter.model).__name__} is another library's module: layers of ours are "
+            "quantized",
+            hint='load it with backend="native", where an adapter reads it',
         )
     own = copy.deepcopy(adapter.model)
     made = _quantized(own, spec, calibrate, smooth, rotate, select, backend)

@@ -19,6 +19,11 @@ from glassformer.spec.options import options_of
 FILE = "config.json"
 #: The page that tells how a family, a key or a tensor is added.
 PAGE = "docs/adding-an-architecture.md"
+#: What still works on a model that no adapter reads.
+ESCAPE = (
+    "generate, chat, serve, evaluate, embed and verify work on it with "
+    '{--backend transformers|gf.load(folder, backend="transformers")}, which that library computes'
+)
 LIMIT = 10_000_000
 MOST_LAYERS = 1_000
 MOST_POSITIONS = 2**22  # each has a row in a table of positions
@@ -198,8 +203,12 @@ class Config:
         return FileError(
             f"{self.file}: '{key}' is {shown}, not {wanted}",
             where=self.where,
-            hint=f"if the model is meant so: {PAGE} tells how more is read",
+            hint=f"if the model is meant so: {self._escape()}{PAGE} tells how more is read",
         )
+
+    def _escape(self) -> str:
+        """Return what still works; only transformers' own files are opened by it."""
+        return f"{ESCAPE}; " if self.file == FILE else ""
 
     def finish(
         self, *, harmless: Iterable[str] = (), idle: Mapping[str, Any] | None = None
@@ -225,7 +234,7 @@ class Config:
                 f"{self.file} sets what is not handled here: {shown[:300]}",
                 where=self.where,
                 hint="these could change the computation; one that does not can be removed; "
-                f"{PAGE} tells how a key is added",
+                f"{self._escape()}{PAGE} tells how a key is added",
             )
 
 

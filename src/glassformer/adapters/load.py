@@ -3,9 +3,8 @@
 The contents of a folder decide its format: `FORMATS` lists the formats in the order in which
 they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
 
-`WrappedAdapter` is a live transformers module behind the same interface, computed by itself:
-`load(folder, backend="transformers")` returns one, to measure against; `adapt` wraps a module that
-is already in memory.
+`load(folder, backend="transformers")` lets that library compute (`adapters.wrapped`), also what no
+adapter of ours reads; `adapt` wraps a module that is already in memory.
 """
 
 import json
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from glassformer.adapters.base import BaseAdapter, valid_of
+from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.fill import filled
 from glassformer.adapters.folder.lora import read_tuning, tuned
@@ -37,16 +36,15 @@ from glassformer.adapters.gguf.tensors import read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
 from glassformer.adapters.registry import adapter_for, adapter_named
 from glassformer.adapters.table import identity_plan
+from glassformer.adapters.wrapped import open_with_transformers, open_wrapped, wrapped
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model, dtype_of, load_weights, tensor_view
+from glassformer.models.model import Model, dtype_of, load_weights
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import one_of
-from glassformer.spec.disk import check_new
-from glassformer.spec.errors import FileError, InputError, MachineError
+from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
@@ -60,94 +58,6 @@ from glassformer.store.checkpoint import (
 from glassformer.store.rundir import RunRef
 
 Backend = Literal["native", "transformers"]
-
-
-class WrappedAdapter(BaseAdapter):
-    """A transformers module that computes; `spec` describes the same model in our parts."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        spec: ModelSpec,
-        architecture_type: str,
-        origin: Path | None = None,
-        tokenizer: Tokenizer | None = None,
-    ) -> None:
-        super().__init__(model.eval(), spec=spec, origin=origin, tokenizer=tokenizer)
-        self.wrapped_type = architecture_type
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        valid: Tensor | None = None,
-        head: str | None = None,
-    ) -> Tensor:
-        """Return the module's own logits; its only head is `next`."""
-        one_of("head", head or "next", ("next",))
-        valid = valid_of(input_ids, attention_mask, valid)
-        mask = None if valid is None else valid.long()
-        logits: Tensor = self.model(input_ids=input_ids, attention_mask=mask).logits
-        return logits
-
-    def hidden_states(self, inputs: Inputs) -> Tensor:
-        """Return the last of the hidden states that the module returns."""
-        mask = None if inputs.valid_BT is None else inputs.valid_BT.long().to(self.device)
-        ids = inputs.tokens_BT.to(self.device)
-        found = self.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        hidden: Tensor = found.hidden_states[-1]
-        return hidden
-
-    def get_architecture_type(self) -> str:
-        """Return the type of the adapter that would read it natively."""
-        return self.wrapped_type
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the module's config as plain data."""
-        return Config.of_module(self.model).data
-
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Write a Hugging Face folder with transformers; the tokenizer's files are copied."""
-        folder = Path(path)
-        check_new(folder)
-        module: Any = self.model
-        module.save_pretrained(folder)
-        for name, data in ({} if self.origin is None else read_origin(self.origin)).items():
-            if not (folder / name).exists():
-                (folder / name).write_bytes(data)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Copy all weights of a Hugging Face folder into this module."""
-        folder = Path(path)
-        weights = folder_weights(folder)
-        own = dict(self.model.named_parameters())
-        if set(weights.shapes) != set(own):
-            odd = sorted(set(weights.shapes) ^ set(own))
-            raise InputError(f"the weights do not fit the module: {odd[0]}", where=str(folder))
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(tensor_view(weights.read(name, again=True)))
-        self.origin = folder
-
-
-def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """Open a folder with transformers, without network, pickle or the folder's own code."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise MachineError(
-            "transformers is not installed", hint="pip install transformers"
-        ) from error
-    loader: Any = AutoModelForCausalLM
-    return loader.from_pretrained(
-        folder,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        dtype=dtype or "auto",
-    ).eval()
 
 
 def build(
@@ -193,9 +103,10 @@ def load(
 
     The model is in eval mode; weights keep the precision that they are stored in, or get `dtype`.
     `config` brings a training's settings; with one, a preset's name means a new model of it.
-    `backend="transformers"` lets that library compute; `reference=True` opens the folder with it
-    as well, to measure parity against. Weights that are unpacked go to memory with large pages,
-    which is faster to read and may be slower to get (`kernels.large_pages`).
+    `backend="transformers"` lets that library compute, more slowly, also what no adapter of ours
+    reads; `reference=True` opens the folder with it as well, to measure parity against. Weights
+    that are unpacked go to memory with large pages, which is faster to read and may be slower to
+    get (`kernels.large_pages`).
     """
     one_of("backend", backend, ("native", "transformers"))
     settings = config or TrainingConfig()
@@ -210,8 +121,11 @@ def load(
                 where=str(folder),
                 hint="glass convert FILE DIR --to hf makes a folder of it",
             )
-        opener = open_wrapped if backend == "transformers" else format_of(folder).open
-        adapter = opener(folder, how)
+        if backend == "transformers":
+            verify_sums(folder)
+            adapter = open_wrapped(folder, dtype=how.dtype, device=device)
+        else:
+            adapter = format_of(folder).open(folder, how)
     wanted = settings.architecture_type
     if wanted is not None and adapter.get_architecture_type() != wanted:
         adapter_named(wanted)
@@ -270,13 +184,10 @@ def adapt(module: AnyModel, *, backend: Backend = "native") -> BaseAdapter:
         model = build_model(module.spec).to(dtype_of(module.params))
         load_weights(model, module.params)
         return CustomTransformerAdapter(model)
-    read = Config.of_module(module)
-    adapter, family = adapter_for(read)
-    if backend == "native":
-        return adapter(module)
-    return WrappedAdapter(
-        module, spec=family.spec_of(read), architecture_type=adapter.architecture_type
-    )
+    if backend == "transformers":
+        return wrapped(module)
+    adapter, _ = adapter_for(Config.of_module(module))
+    return adapter(module)
 
 
 def save(model: AnyModel, path: str | Path) -> Path:
@@ -419,22 +330,6 @@ def format_of(folder: Path) -> Format:
             return known
     raise FileError(
         "not a model", where=str(folder), hint=", ".join(known.name for known in FORMATS)
-    )
-
-
-def open_wrapped(folder: Path, how: Opening) -> WrappedAdapter:
-    """Open a Hugging Face folder with transformers."""
-    verify_sums(folder)
-    config = Config.of_folder(folder)
-    adapter, family = adapter_for(config)
-    spec = family.spec_of(config)
-    # Checks our limits before another library opens the files.
-    folder_weights(folder, quantization=config.data.get("quantization_config"))
-    return WrappedAdapter(
-        open_with_transformers(folder, dtype=how.dtype).to(how.device),
-        spec=spec,
-        architecture_type=adapter.architecture_type,
-        origin=folder,
     )
 
 

@@ -4,17 +4,23 @@
 are exported to its families.
 """
 
+import difflib
 from typing import TypeVar
 
-from glassformer.adapters.config import PAGE, Config
+from glassformer.adapters.config import ESCAPE, PAGE, Config
 from glassformer.adapters.families.known import FAMILIES, NAMED
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
-from glassformer.spec.errors import FileError, InputError, nearest
+from glassformer.spec.errors import FileError, GlassError, InputError, nearest
 
 ADAPTERS: dict[str, type[NativeAdapter]] = {}
 
 Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
+
+#: The page that lists what is read.
+MODELS = "docs/models-supported.md"
+#: Types that an error names; the page has the others.
+COMMON = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
 #: What a `ModelSpec` cannot express, by a key that only such a config has (set, and not 0 or null).
 MISSING = {
@@ -127,15 +133,39 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
         family = Family.of(adapter.families, config)
         if family is not None:
             return adapter, family
-    known = sorted(
-        {family.model_type for adapter in ADAPTERS.values() for family in adapter.families}
-    )
-    key = next((key for key in MISSING if config.data.get(key)), None)
-    why = "" if key is None else f": its '{key}' means {MISSING[key]}, which no spec here has"
+    known = {family.model_type for adapter in ADAPTERS.values() for family in adapter.families}
+    close = difflib.get_close_matches(kind, sorted(known), n=1, cutoff=0.85)
     raise FileError(
-        f"no adapter reads model_type '{kind[:60]}'{why}",
+        f"no adapter reads model_type '{kind[:60]}': {_why_not(config)}",
         where=config.where,
-        hint=f"read here: {', '.join(known)}; {PAGE} tells how to add one",
+        hint=(f"did you mean '{close[0]}'? " if close else "") + f"{ESCAPE}; "
+        f"read here: {', '.join(COMMON)} and {len(known) - len(COMMON)} more ({MODELS}); "
+        f"{PAGE} tells how to add one",
+    )
+
+
+def _why_not(config: Config) -> str:
+    """Return the key of a config, or the part of a model, that is not understood here."""
+    data = config.data
+    dense = data.get("is_moe") is False  # then keys about experts have no effect
+    idle = ("drop", "router", "expert") if dense else ("drop", "router")
+    given = {key: value for key, value in data.items() if not any(word in key for word in idle)}
+    given = {key: value for key, value in given.items() if value is not False}
+    for key, part in MISSING.items():
+        if data.get(key) and not (dense and "expert" in part):
+            return f"its '{key}' means {part}, which no spec here has"
+    if data.get("is_encoder_decoder"):
+        return "an encoder-decoder of a type whose parts are not known here"
+    try:  # what the most common decoder would not understand
+        FAMILIES["llama"][0].spec_of(
+            Config({**given, "model_type": "llama", "architectures": None})
+        )
+    except GlassError as error:
+        what = error.what.removeprefix("config.json: ").removeprefix("config.json ")
+        return f"read as a Llama, {what}"
+    return (
+        "its config has no key that a Llama's lacks, so what differs is in the type's own code, "
+        "which is not known here"
     )
 
 

@@ -259,6 +259,12 @@ def _plain_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
         if step.prompt_cache is not None:
             raise InputError("prompts are kept for our own models; this one is another library's")
         check_own_cache(step.kv_cache)
+        if step.fast or step.compile:
+            raise InputError(
+                "{--lean and --compile are|fast and compile are} steps of our own models; this one "
+                "is another library's",
+                hint="leave them out",
+            )
         return model.stepper()
     if step.prompt_cache is not None:
         return NativeStepper(own, prompt_cache=Path(step.prompt_cache), kv_cache=step.kv_cache)

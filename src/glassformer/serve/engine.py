@@ -143,9 +143,12 @@ class Served:
         form = "" if self.kv_cache == "float" else f" (keys and values in {self.kv_cache})"
         share = "" if slots.cuts_prompts else "; one sequence at a time"
         alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
+        kept = f"at most {slots.memory_bytes / 2**20:,.1f} MiB{form}"
+        if not isinstance(self.adapter.model, Model):
+            kept = "no keys and values are kept"
         return (
-            f"{self.name}: {chat}; {slots.slots} slots of {self.context} tokens, at most "
-            f"{slots.memory_bytes / 2**20:,.1f} MiB{form}{share}{alone}"
+            f"{self.name}: {chat}; {slots.slots} slots of {self.context} tokens, "
+            f"{kept}{share}{alone}"
         )
 
     @property

@@ -46,5 +46,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     verify_sums(folder, weights=False)
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
-        raise InputError("the model has no tokenizer", where=str(path), hint="give token ids")
+        raise InputError(
+            "the model has no tokenizer",
+            where=str(path),
+            hint="{glass generate MODEL '1 403 25' --ids|give token ids}",
+        )
     return tokenizer

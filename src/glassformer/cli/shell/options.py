@@ -96,6 +96,17 @@ AsJson = Annotated[
 ]
 
 
+#: What computes a model.
+LIBRARIES = ("native", "transformers")
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        metavar="LIBRARY",
+        help="native, or transformers: that library computes, also models not read here; slower.",
+        autocompletion=lambda: list(LIBRARIES),
+    ),
+]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Chat: instructions for the model.")
 ]

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -22,6 +22,7 @@ from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import GlassError, InputError, MachineError
 
 if TYPE_CHECKING:
+    from glassformer.adapters.base import BaseAdapter
     from glassformer.training.distributed import Ranks
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -62,6 +63,19 @@ def opening() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def load_by(path: str, backend: str, *, device: str, large_pages: bool = True) -> "BaseAdapter":
+    """Open a model, computed by our parts or by transformers, which is said once."""
+    from glassformer.adapters.load import Backend, load
+
+    model = load(path, device=device, backend=cast(Backend, backend), large_pages=large_pages)
+    if backend == "transformers":
+        tell(
+            "note: transformers computes this model, without a cache of ours: "
+            "each token reads the text once more"
+        )
+    return model
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from typing import Annotated, cast
 
 import typer
 
-from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs
-from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.options import AnyModel, AsJson, Backend, Device, Runs
+from glassformer.cli.shell.process import check_device, load_by
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
@@ -29,6 +29,7 @@ def embed(
     plain: Annotated[
         bool, typer.Option("--plain", help="Keep the lengths of vectors: do not scale them to 1.")
     ] = False,
+    backend: Backend = "native",
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -42,12 +43,11 @@ def embed(
       glass embed path/to/bge-small "a cat" --json
     """
     from glassformer.adapters.embed import embed as vectors_of
-    from glassformer.adapters.load import load_native
     from glassformer.adapters.sentence import Pooling
 
     if not texts:
         raise InputError("no text", hint='glass embed MODEL "a cat" "a kitten"')
-    adapter = load_native(find_model(model, runs=Path(runs)), device=check_device(device))
+    adapter = load_by(find_model(model, runs=Path(runs)), backend, device=check_device(device))
     found = vectors_of(adapter, texts, pooling=cast(Pooling | None, pooling), normalize=not plain)
     if found.shortened:
         tell(f"note: {found.shortened} texts were longer than {found.limit} tokens")

@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glassformer.cli.shell import resolve
-from glassformer.cli.shell.options import AsJson, Device, Runs, Threads, complete_runs, out_file
-from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.options import (
+    AsJson,
+    Backend,
+    Device,
+    Runs,
+    Threads,
+    complete_runs,
+    out_file,
+)
+from glassformer.cli.shell.process import check_device, load_by
 from glassformer.cli.shell.terminal import columns, end, ending_of, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread, taking
 from glassformer.spec.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from glassformer.adapters.native import NativeAdapter
+    from glassformer.adapters.base import BaseAdapter
     from glassformer.lab.measure.evaluate import Evaluation
 
 #: Formats of the confusion table.
@@ -63,6 +71,7 @@ def evaluate(
         str | None,
         out_file("Write the confusion matrix, as .png, .svg or .csv."),
     ] = None,
+    backend: Backend = "native",
     device: Device = "cpu",
     threads: Threads = None,
     runs: Runs = "runs",
@@ -87,6 +96,8 @@ def evaluate(
                 "--tasks, --tasks-dir, --limit, --items and --seed are a suite's",
                 hint="--suite smallbench, or --suite lm-eval",
             )
+        if backend != "native":
+            raise InputError("--backend is a suite's", hint="--suite smallbench, or lm-eval")
         path = resolve.find_run(run, place)
         one_blas_thread()
         _evaluate_run(path, split=split, out=out, device=device, threads=threads, as_json=as_json)
@@ -100,6 +111,7 @@ def evaluate(
         limit=limit,
         items=items,
         seed=seed,
+        backend=backend,
         device=device,
         threads=threads,
     )
@@ -154,6 +166,7 @@ class _Asked:
     limit: int | None = None
     items: int | None = None
     seed: int | None = None
+    backend: str = "native"
     device: str = "cpu"
     threads: int | None = None
 
@@ -186,15 +199,13 @@ def _run_suite(name: str, path: str, asked: _Asked, *, as_json: bool) -> None:
 
 def _harness(path: str, asked: _Asked) -> _Outcome:
     """Run lm-evaluation-harness offline: data sets come from files or from the local cache."""
-    from glassformer.adapters.load import load_native
-
     asked.refuse("lm-eval", "items", "seed")
     # Its libraries read these when they are imported.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ.setdefault(name, "1")
     from glassformer.lab.measure.scores import run_harness
 
-    adapter = load_native(path, device=asked.device)
+    adapter = load_by(path, asked.backend, device=asked.device)
     with _threads(adapter, asked):
         data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
     lines = []
@@ -206,15 +217,14 @@ def _harness(path: str, asked: _Asked) -> _Outcome:
 
 def _small(path: str, asked: _Asked) -> _Outcome:
     """Run SmallBench; the result on a run is kept in its eval folder."""
-    from glassformer.adapters.load import load_native
     from glassformer.lab.smallbench.question import examinee_of
     from glassformer.lab.smallbench.suite import ITEMS, smallbench
     from glassformer.store.rundir import RunDirectory, RunRef
 
     asked.refuse("smallbench", "tasks_dir", "limit")
-    adapter = load_native(path, device=asked.device)
+    adapter = load_by(path, asked.backend, device=asked.device)
     folder = RunRef.parse(path).folder
-    examinee = examinee_of(adapter.model, adapter.tokenizer, name=folder.name)
+    examinee = examinee_of(adapter, adapter.tokenizer, name=folder.name)
     with _threads(adapter, asked):
         result = smallbench(
             examinee,
@@ -227,7 +237,7 @@ def _small(path: str, asked: _Asked) -> _Outcome:
     return _Outcome(result.to_dict(), result.table())
 
 
-def _threads(adapter: "NativeAdapter", asked: _Asked) -> contextlib.AbstractContextManager[None]:
+def _threads(adapter: "BaseAdapter", asked: _Asked) -> contextlib.AbstractContextManager[None]:
     from glassformer.kernels.threads import threads_of_decoding
 
     return taking(threads_of_decoding(adapter.spec, asked=asked.threads, device=asked.device))

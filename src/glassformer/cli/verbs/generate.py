@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from glassformer.cli.shell.options import (
+    LIBRARIES,
     AnyModel,
     AsJson,
+    Backend,
     ChatOption,
     Device,
     Download,
@@ -27,10 +29,11 @@ from glassformer.cli.shell.options import (
     Threads,
     takes,
 )
-from glassformer.cli.shell.process import check_device, opening
+from glassformer.cli.shell.process import check_device, load_by, opening
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import let_through, tell
 from glassformer.kernels.threads import taking
+from glassformer.spec.checks import one_of
 from glassformer.spec.decoding import (
     BeamSpec,
     ConstraintSpec,
@@ -53,6 +56,10 @@ if TYPE_CHECKING:
     from glassformer.spec.model import ModelSpec
 
 
+#: Digits of a token id.
+LONGEST_ID = 12
+
+
 @takes(DecodeSpec, BeamSpec, ConstraintSpec, StepSpec, into="options")
 def generate(
     run: AnyModel,
@@ -72,12 +79,17 @@ def generate(
             help="A smaller or quantized model of the same tokenizer that guesses tokens ahead.",
         ),
     ] = None,
+    ids: Annotated[
+        bool,
+        typer.Option("--ids", help="PROMPT is token ids, such as '1 403 25'; so is the output."),
+    ] = False,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Write control characters to a terminal as they are."),
     ] = False,
     *,
     options: dict[str, Any],
+    backend: Backend = "native",
     device: Device = "cpu",
     threads: Threads = None,
     runs: Runs = "runs",
@@ -93,11 +105,13 @@ def generate(
 
       glass generate parity "0 1" --temperature 1 --machine parity
 
+      glass generate path/to/model "1 403 25" --ids
+
       glass chat Qwen/Qwen3-0.6B
     """
     path = find_model(run, runs=Path(runs), download=download)
     if chat:
-        for flag, is_given in (("--draft", draft is not None), ("--raw", raw)):
+        for flag, is_given in (("--draft", draft is not None), ("--raw", raw), ("--ids", ids)):
             if is_given:
                 raise InputError(
                     f"{flag} does not go with --chat", hint="glass generate MODEL PROMPT"
@@ -110,6 +124,7 @@ def generate(
             options,
             system=system,
             template_options=list(chat_option or ()),
+            backend=backend,
             device=device,
             threads=threads,
             as_json=as_json,
@@ -127,8 +142,10 @@ def generate(
     code = _run(
         path,
         prompt,
+        ids=ids,
         options=options,
         draft=draft,
+        backend=backend,
         device=device,
         threads=threads,
         as_json=as_json,
@@ -137,16 +154,21 @@ def generate(
         raise typer.Exit(code)
 
 
-def read_options(options: Mapping[str, Any], tokenizer: "Tokenizer") -> "Request":
-    """Check the options that were typed; mention those that change nothing."""
+def read_options(
+    options: Mapping[str, Any], tokenizer: "Tokenizer | None", *, eos: tuple[int, ...] = ()
+) -> "Request":
+    """Check the options that were typed; mention those that change nothing.
+
+    `eos` are the ends of a model without a tokenizer.
+    """
     from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
     from glassformer.generation.request import read_request
 
     request = read_request(
         options,
         tokenizer=tokenizer,
-        eos=end_ids(tokenizer),
-        forbidden=nameless_ids(tokenizer),
+        eos=eos if tokenizer is None else end_ids(tokenizer),
+        forbidden=() if tokenizer is None else nameless_ids(tokenizer),
         spell=by_flag,
     )
     _mention_unused(options)
@@ -163,8 +185,10 @@ def _run(
     path: str,
     text: str,
     *,
+    ids: bool,
     options: Mapping[str, Any],
     draft: str | None,
+    backend: str,
     device: str,
     threads: int | None,
     as_json: bool,
@@ -172,22 +196,33 @@ def _run(
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
     with opening():
         from glassformer.adapters.folder.paths import load_tokenizer
-        from glassformer.generation.prompts import text_prompt
+        from glassformer.generation.prompts import Prompts, text_prompt
         from glassformer.kernels import large_pages
         from glassformer.kernels.threads import check_threads, threads_of_decoding
 
-        tokenizer = load_tokenizer(path)
-        request = read_options(options, tokenizer)
+        one_of("--backend", backend, LIBRARIES)
+        given = sys.stdin.read() if text == "-" else text
+        row = read_ids(given) if ids else []
+        tokenizer, eos = _tokenizer(path) if ids else (load_tokenizer(path), ())
+        request = read_options(options, tokenizer, eos=eos)
         device = check_device(device)
         check_threads(threads)
         is_long = request.decoding.max_new_tokens >= large_pages.WORTH
-        spec, stepper = _open(path, request, draft=draft, device=device, large_pages=is_long)
-    prompts = text_prompt(spec, tokenizer, sys.stdin.read() if text == "-" else text)
+        spec, stepper = _open(
+            path, request, draft=draft, backend=backend, device=device, large_pages=is_long
+        )
+    if ids and spec.encoder is not None:
+        raise InputError("--ids is for a decoder: the text of an encoder is its source")
+    if ids:
+        prompts = Prompts.of([row])
+    else:
+        assert tokenizer is not None
+        prompts = text_prompt(spec, tokenizer, given)
     count = threads_of_decoding(spec, asked=threads, device=device)
     show = _search if isinstance(request.decoding, BeamSpec) else _stream
     try:
         with taking(count):
-            show(stepper, prompts, tokenizer, request, as_json=as_json)
+            show(stepper, prompts, tokenizer, request, ids=ids, as_json=as_json)
         if request.step.prompt_cache is not None:
             length, where = len(prompts.tokens[0]), request.step.prompt_cache
             tell(f"{stepper.reused} of the prompt's {length} tokens were kept in {visible(where)}")
@@ -197,11 +232,39 @@ def _run(
     return 0
 
 
+def read_ids(text: str) -> list[int]:
+    """Return the token ids of a text: numbers with spaces or commas, or a JSON list of them."""
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > LONGEST_ID:
+            raise InputError(f"--ids: {word[:40]!r} is no token id", hint="such as '1 403 25'")
+    if not words:
+        raise InputError("--ids: no token id", hint="such as '1 403 25'")
+    return [int(word) for word in words]
+
+
+def _tokenizer(path: str) -> "tuple[Tokenizer | None, tuple[int, ...]]":
+    """Return a model's tokenizer, if it has one, and the ids that its folder ends texts with."""
+    from glassformer.adapters.folder.files import read_eos
+    from glassformer.adapters.folder.origin import find_tokenizer, origin_of
+    from glassformer.adapters.folder.paths import folder_of
+
+    folder = folder_of(path)
+    own = origin_of(folder)
+    return find_tokenizer(folder), () if own is None or not own.is_dir() else read_eos(own)
+
+
 def _open(
-    path: str, request: "Request", *, draft: str | None, device: str, large_pages: bool
+    path: str,
+    request: "Request",
+    *,
+    draft: str | None,
+    backend: str,
+    device: str,
+    large_pages: bool,
 ) -> "tuple[ModelSpec, Stepper]":
     """Open a model and what decodes with it: without torch where the same comes out of it."""
-    if draft is None and device == "cpu" and request.is_for_arrays:
+    if draft is None and backend == "native" and device == "cpu" and request.is_for_arrays:
         from glassformer.adapters.array_model import open_stepper
 
         found = open_stepper(path, unpacks=large_pages, kv_cache=request.step.kv_cache)
@@ -210,7 +273,7 @@ def _open(
     from glassformer.adapters.load import load
     from glassformer.generation.generate import make_stepper
 
-    model = load(path, large_pages=large_pages).to(device)
+    model = load_by(path, backend, device=device, large_pages=large_pages)
     guessing = None if draft is None else load(draft, large_pages=large_pages).to(device)
     return model.spec, make_stepper(model, request.step, draft=guessing)
 
@@ -218,9 +281,10 @@ def _open(
 def _search(
     stepper: "Stepper",
     prompts: "Prompts",
-    tokenizer: "Tokenizer",
+    tokenizer: "Tokenizer | None",
     request: "Request",
     *,
+    ids: bool,
     as_json: bool,
 ) -> None:
     from glassformer.generation.beam import beam_search
@@ -236,15 +300,17 @@ def _search(
         print(json.dumps({"hypotheses": rows}))
         return
     for one in best:
-        print(f"{one.score:9.4f}  {one.text or '(nothing)'}")
+        shown = " ".join(map(str, one.tokens)) if ids else one.text
+        print(f"{one.score:9.4f}  {shown or '(nothing)'}")
 
 
 def _stream(
     stepper: "Stepper",
     prompts: "Prompts",
-    tokenizer: "Tokenizer",
+    tokenizer: "Tokenizer | None",
     request: "Request",
     *,
+    ids: bool,
     as_json: bool,
 ) -> None:
     from glassformer.generation.streaming import Collected, stream
@@ -257,7 +323,8 @@ def _stream(
     ):
         made.add(new)
         if not as_json:
-            print(new.text, end="", flush=True)
+            shown = f"{new.token} " if ids else new.text
+            print(shown, end="", flush=True)
     one = made.result(made.text)
     result = {"text": one.text, "tokens": one.tokens, "logprobs": one.logprobs}
     facts = stepper.facts
@@ -265,6 +332,8 @@ def _stream(
     print(json.dumps(result | {"finish": one.finish} | counts) if as_json else "")
     if facts is not None and not as_json:
         tell(str(facts))
+    if ids:
+        return
     if not one.text and not as_json:
         tell("(nothing: the model predicted the end at once; --min-new 5 asks for more)")
     elif not one.text.strip() and not as_json:
@@ -285,6 +354,7 @@ def chat(
     download: Download = False,
     *,
     options: dict[str, Any],
+    backend: Backend = "native",
     device: Device = "cpu",
     threads: Threads = None,
     runs: Runs = "runs",
@@ -307,6 +377,7 @@ def chat(
         options,
         system=system,
         template_options=list(chat_option or ()),
+        backend=backend,
         device=device,
         threads=threads,
         as_json=as_json,
@@ -320,6 +391,7 @@ def talk(
     *,
     system: str | None,
     template_options: list[str],
+    backend: str,
     device: str,
     threads: int | None,
     as_json: bool,
@@ -330,6 +402,7 @@ def talk(
         options,
         system=system,
         template_options=template_options,
+        backend=backend,
         device=device,
         threads=threads,
     )
@@ -352,6 +425,7 @@ def open_conversation(
     *,
     system: str | None = None,
     template_options: list[str],
+    backend: str = "native",
     device: str = "cpu",
     threads: int | None = None,
 ) -> "Conversation":
@@ -370,7 +444,8 @@ def open_conversation(
 
         device = check_device(device)
         check_threads(threads)
-        if device == "cpu" and step == StepSpec(kv_cache=step.kv_cache):
+        one_of("--backend", backend, LIBRARIES)
+        if backend == "native" and device == "cpu" and step == StepSpec(kv_cache=step.kv_cache):
             from glassformer.adapters.array_model import open_stepper
             from glassformer.adapters.chat.begin import begin_chat
 
@@ -387,9 +462,7 @@ def open_conversation(
                     template_options=switches,
                     options=options,
                 )
-        from glassformer.adapters.load import load
-
-        adapter = load(path).to(device)
+        adapter = load_by(path, backend, device=device)
     take(threads_of_decoding(adapter.spec, asked=threads, device=device))
     return adapter.chat(system=system, template_options=switches, **options)
 

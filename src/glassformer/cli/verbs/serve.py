@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from glassformer.cli.shell.options import Device, Download, Runs, Threads, complete_runs, takes
+from glassformer.cli.shell.options import (
+    Backend,
+    Device,
+    Download,
+    Runs,
+    Threads,
+    complete_runs,
+    takes,
+)
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.decoding import StepSpec, serving_options
 from glassformer.spec.errors import InputError
@@ -63,6 +71,7 @@ def serve(
     ] = False,
     *,
     options: dict[str, Any],
+    backend: Backend = "native",
     device: Device = "cpu",
     threads: Threads = None,
     download: Download = False,
@@ -112,6 +121,7 @@ def serve(
         timeout=timeout,
         invariant=invariant or None,
         step=StepSpec(**options),
+        backend=backend,
         device=device,
         threads=threads,
     )
@@ -131,12 +141,12 @@ def _serve(
     timeout: float,
     invariant: bool | None,
     step: StepSpec,
+    backend: str,
     device: str,
     threads: int | None,
 ) -> None:
     """Open the socket, load the models, and serve until a signal."""
-    from glassformer.adapters.load import load
-    from glassformer.cli.shell.process import check_device
+    from glassformer.cli.shell.process import check_device, load_by
     from glassformer.kernels.threads import check_threads, threads_of_decoding
     from glassformer.serve.app import Limits, create_app, serve_forever
     from glassformer.serve.engine import Engine, Served
@@ -155,7 +165,7 @@ def _serve(
     listening = listen(host, port)
     models = []
     for name, path in places.items():
-        adapter = load(path).to(device)
+        adapter = load_by(path, backend, device=device)
         longest = context or min(adapter.spec.max_seq_len, LONGEST_CONTEXT)
         models.append(
             Served(

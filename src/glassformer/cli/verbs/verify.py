@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glassformer.cli.shell.options import AsJson, Device, Runs, complete_names
-from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.options import AsJson, Backend, Device, Runs, complete_names
+from glassformer.cli.shell.process import check_device, load_by
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import in_colour, write_file
 from glassformer.kernels.threads import one_blas_thread
@@ -59,6 +59,7 @@ def verify(
         str | None, typer.Option(metavar="FILE", help="A table for a pull request.")
     ] = None,
     badge: Annotated[str | None, typer.Option(metavar="FILE", help="A badge, as SVG.")] = None,
+    backend: Backend = "native",
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -81,10 +82,9 @@ def verify(
     place = model
     if model is not None and model not in PRESETS and ":" not in model:
         place = find_model(model, runs=Path(runs), also=PRESETS)
-    elif device != "cpu":
-        raise InputError(
-            f"--device {device} is for a model on disk", hint="name a run or a model folder"
-        )
+    elif device != "cpu" or backend != "native":
+        named = f"--device {device}" if device != "cpu" else f"--backend {backend}"
+        raise InputError(f"{named} is for a model on disk", hint="name a run or a model folder")
     one_blas_thread()
     older = _older_of(against)  # a bad file is refused before the checks run
     from glassformer.cli.shell.progress import Progress
@@ -96,6 +96,7 @@ def verify(
             only=only,
             deep=deep,
             causal=False if bidirectional else None,
+            backend=backend,
             device=device,
             watch=progress.show,
         )
@@ -112,6 +113,7 @@ def _certificate(
     only: str | None = None,
     deep: bool = False,
     causal: bool | None = None,
+    backend: str = "native",
     device: str = "cpu",
     watch: "Watch | None" = None,
 ) -> "Report":
@@ -129,6 +131,9 @@ def _certificate(
     if ":" in model:
         made = subject_of_factory(model, causal=causal)
         return check(made, only=only, deep=deep, watch=watch)
+    if backend != "native":
+        foreign = load_by(model, backend, device=check_device(device))
+        return check(foreign, name=name, only=only, deep=deep, watch=watch)
     folder = folder_of(model)
     is_foreign = not is_native(folder) and folder.is_dir()
     # compared with transformers too, where it is installed and time does not matter

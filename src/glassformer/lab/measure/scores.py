@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from glassformer.adapters.native import NativeAdapter
+from glassformer.adapters.base import BaseAdapter
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
@@ -175,9 +175,9 @@ LONGEST_ANSWER = 256  # tokens of a continuation, where a task does not say
 class Answerer:
     """The requests of the harness, served by a model in ids and texts."""
 
-    def __init__(self, adapter: NativeAdapter, *, batch_size: int = 16) -> None:
+    def __init__(self, adapter: BaseAdapter, *, batch_size: int = 16) -> None:
         self.adapter = adapter
-        self.examinee = examinee_of(adapter.model, adapter.tokenizer, name=str(adapter.origin))
+        self.examinee = examinee_of(adapter, adapter.tokenizer, name=str(adapter.origin))
         self.tokenizer = adapter.tokenizer
         self.batch_size = batch_size
         self.longest = adapter.spec.max_seq_len
@@ -269,7 +269,7 @@ class Answerer:
 
 
 def run_harness(
-    adapter: NativeAdapter,
+    adapter: BaseAdapter,
     tasks: Sequence[str],
     *,
     tasks_dir: Path | None = None,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glassformer.adapters.wrapped import WrappedAdapter
 from glassformer.data.batch import Batch, pad
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Holder, Model, model_of
@@ -76,9 +77,12 @@ class Examinee:
         return ids
 
 
-def examinee_of(model: Model | Holder, tokenizer: Tokenizer, *, name: str) -> Examinee:
-    """Return one of our models as an examinee; it needs a next-token head and no encoder."""
-    model = model_of(model)
+def examinee_of(
+    model: Model | Holder | WrappedAdapter, tokenizer: Tokenizer, *, name: str
+) -> Examinee:
+    """Return a model as an examinee; it needs a next-token head and no encoder."""
+    if not isinstance(model, WrappedAdapter):
+        model = model_of(model)
     if "next" not in model.spec.head_names() or model.spec.encoder is not None:
         raise InputError(
             f"{name} does not continue a text, so SmallBench has no questions for it",
@@ -89,7 +93,10 @@ def examinee_of(model: Model | Holder, tokenizer: Tokenizer, *, name: str) -> Ex
 
     @torch.no_grad()
     def logits(tokens_BT: NDArray[np.int64], valid_BT: NDArray[np.bool_]) -> NDArray[np.floating]:
-        answer_BTV: torch.Tensor = model(Batch(tokens=tokens_BT, valid=valid_BT))["next"]
+        if isinstance(model, WrappedAdapter):
+            answer_BTV = model(torch.from_numpy(tokens_BT), valid=torch.from_numpy(valid_BT))
+        else:
+            answer_BTV = model(Batch(tokens=tokens_BT, valid=valid_BT))["next"]
         return answer_BTV.float().cpu().numpy()
 
     model.eval()
