@@ -7,9 +7,11 @@ what was found before, so a case is not repeated by its number: the file of a fa
 """
 
 import hashlib
+import json
 import os
 import random
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -50,6 +52,56 @@ def mutated_lines(data: bytes, r: random.Random) -> bytes:
             return mutated_bytes(data, r)
     return b"\n".join(lines)
 
+
+def grown_json(data: bytes, r: random.Random) -> bytes:
+    """Put a list or an object of up to a million items into a JSON text, at a key of its own."""
+    made = json.loads(data)
+    count = r.choice((1_000, 100_000, 1_000_000))
+    item = r.choice((0, {}, [], "", "ab", None, 1e300))
+    many = {f"{i:x}": item for i in range(count)} if r.random() < 0.5 else [item] * count
+    holder = made
+    while isinstance(holder, dict) and r.random() < 0.7:
+        inner = [value for value in holder.values() if isinstance(value, dict | list) and value]
+        if not inner:
+            break
+        holder = r.choice(inner)
+    if isinstance(holder, dict):
+        holder[r.choice((*holder, "x"))] = many
+    elif isinstance(holder, list):
+        holder.append(many)
+    return json.dumps(made).encode("utf-8", "surrogatepass")
+
+
+def grown_tensors(data: bytes, r: random.Random) -> bytes:
+    """The same in the header of a safetensors file."""
+    size = int.from_bytes(data[:8], "little")
+    header = grown_json(data[8 : 8 + size], r)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def grown_gguf(data: bytes, r: random.Random) -> bytes:
+    """Put lists of up to two million values in front of a GGUF's settings; its tensors stay."""
+    (keys,) = struct.unpack_from("<Q", data, 16)
+    more, made = r.choice((1, 3, 30)), b""
+    for number in range(more):
+        kind, width = r.choice(((0, 1), (2, 2), (6, 4), (8, 8), (10, 8)))
+        count = r.choice((1_000, 200_000, 1_999_999))
+        name = f"grown.{number}".encode()
+        made += struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, kind, count)
+        made += (b"\x00" if kind == 8 else r.randbytes(1)) * (count * width)
+    pad = -(len(made) + 8 + 3 + 4 + 8) % 32
+    made += struct.pack("<Q", 3) + b"pad" + struct.pack("<IQ", 8, pad) + b"x" * pad
+    return data[:16] + struct.pack("<Q", keys + more + 1) + data[24:24] + made + data[24:]
+
+
+def grown(mutate: Mutate) -> Mutate:
+    """Return what grows a file that this mutates."""
+    known: dict[Mutate, Mutate] = {mutated_json: grown_json, mutated_tensors: grown_tensors}
+    return known.get(mutate, grown_gguf)
+
+
+#: The share of mutants that grow: their sizes are what costs, so they are not mutated further.
+GROWS = 0.05
 
 RUN, LAST = "runs/digits", "checkpoints/step-000006/"
 #: Files of a run, which is listed, opened, evaluated from its record and gone on with.
@@ -184,9 +236,15 @@ def judged(guide: Guide, place: Path, r: random.Random) -> Found:
     kind = r.choices(list(KINDS), [target[0] for target in KINDS.values()])[0]
     _, source, name, mutate = KINDS[kind]
     data = guide.choose(kind, r)
+    grows = r.random() < GROWS and mutate not in (mutated_lines, mutated_bytes)
     try:
-        data = mutate(data, r)
-    except (ValueError, TypeError, RecursionError):  # of a mutant that is no such JSON any more
+        data = (grown(mutate) if grows else mutate)(data, r)
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+        struct.error,
+    ):  # of a mutant that is no such JSON any more
         data = mutated_bytes(data, r)
     use = use_run if kind in OF_A_RUN else use_model
 
@@ -210,7 +268,8 @@ def judged(guide: Guide, place: Path, r: random.Random) -> Found:
     except BaseException:
         guide.keep(f"fault in {kind}", data)
         raise
-    guide.learn(kind, data, lines)
+    if not grows:
+        guide.learn(kind, data, lines)
     happened = caused(place)
     fault = bool(happened) or seconds > SECONDS
     if fault:
