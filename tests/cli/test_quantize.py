@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.adapters.load import load_model
 from glassformer.cli.main import app
+from glassformer.lab import quantize as quantize_module
 from glassformer.lab.measure import precision
 from glassformer.lab.quantize import (
     FEW_CALIBRATING,
@@ -24,6 +25,7 @@ from glassformer.lab.quantize import (
     tokens_of,
 )
 from glassformer.quant.contents import is_model_quantized, quantization_report
+from glassformer.quant.convert import gptq_seconds
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.quantization import quant_spec
 from glassformer.store.checkpoint import load_quantized
@@ -188,7 +190,7 @@ def test_grids_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_p
         found = json.loads(glass(runs, "quantize", "text", *words, *out, "--json"))
         methods[tuple(words)], rotated = found["method"], found["rotated"]
         assert rotated is None and found["narrowed"] == ""
-    assert list(methods.values()) == ["gptq", "mse", "absmax", "gptq", "mse"]
+    assert list(methods.values()) == ["mse", "mse", "absmax", "gptq", "mse"]
     few = _chosen(Wish(spec=quant_spec(bits=4)), FEW_CALIBRATING - 1)
     assert few.resolved_method == "mse"  # GPTQ would fit what little it has seen
     words = ("--rotate", "values", "--out", str(tmp_path / "turned"))
@@ -218,7 +220,8 @@ def test_grids_are_found_by_gptq_and_channels_are_rotated_on_request(runs, tmp_p
         (["--qat", "2", "--method", "mse"], "by training"),
         (["--method", "qat"], "--method qat trains"),
         (["--method", "foo"], "--method 'foo' is not one of absmax, gptq, hqq, mse"),
-        (["--method", "mse", "--calibrate", "x.txt"], "needs no text"),
+        (["--method", "mse", "--calibrate", "x.txt"], "cannot be read"),
+        (["--method", "hqq", "--no-smooth", "--calibrate", "x.txt"], "looks at no text"),
         (["--calibrate", "no-such.txt"], "cannot be read"),
         (["--backend", "gpu"], "no backend"),
         (["--dequantize"], "writes a folder"),
@@ -261,6 +264,58 @@ def test_one_call_in_python(runs):
     assert torch.equal(again(tokens), small(tokens))
     calibrated = gf.quantize(model.model, bits=4, calibrate=[torch.tensor([[1, 2, 3, 4]])])
     assert {layer.method for layer in quantization_report(calibrated).layers.values()} == {"gptq"}
+
+
+def test_a_text_counts_for_every_method_that_looks_at_inputs(runs, tmp_path):
+    words = ("quantize", "text", "--json", "--calibrate", str(runs / "corpus.txt"))
+    for number, (bits, method) in enumerate((("8", "mse"), ("4", "mse"), ("4", "hqq"))):
+        more = ("--bits", bits, "--method", method, "--out", str(tmp_path / str(number)))
+        assert json.loads(glass(runs, *words, *more))["method"] == method
+    quick = json.loads(glass(runs, *words, "--out", str(tmp_path / "quick")))
+    assert quick["method"] == "mse"
+    with pytest.raises(InputError, match="looks at no text"):
+        glass(runs, *words, "--method", "absmax", "--no-smooth", "--out", str(tmp_path / "none"))
+    batches = [torch.tensor([[1, 2, 3, 4]])]
+    for bits, method in ((8, "mse"), (4, "gptq")):
+        small = gf.quantize(gf.load(runs / "text").model, bits=bits, calibrate=batches)
+        used = {layer.method for layer in quantization_report(small).layers.values()}
+        assert used == {method}
+
+
+def test_gptq_is_announced_and_left_out_where_it_would_take_too_long(runs, tmp_path, monkeypatch):
+    def made(name, **given):
+        said = []
+        wish = Wish(spec=quant_spec(bits=4, **given))
+        outcome = quantize_folder(str(runs / "text"), tmp_path / name, wish, say=said.append)
+        return outcome.method, said
+
+    method, (said,) = made("soon")
+    assert method == "gptq" and said.startswith("GPTQ: about ")
+    monkeypatch.setattr(quantize_module, "LONGEST_GPTQ", 0.0)
+    method, (said,) = made("late")
+    assert method == "mse" and "--method gptq does it all the same" in said
+    method, (said,) = made("asked", method="gptq")
+    assert method == "gptq" and said.startswith("GPTQ: about ")
+
+
+def test_the_time_of_gptq_grows_with_its_text_and_its_matrices():
+    class Clock:
+        """Each piece that is timed takes a second, the larger matrix two."""
+
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self):
+            self.calls += 1
+            return {1: 0.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.0, 6: 2.0}.get(self.calls, 0.0)
+
+    batch = torch.tensor([[1, 2, 3, 4]])
+    spec = quant_spec(bits=4, method="gptq")
+    model = gf.build("core", seed=0).model
+    one, three = (gptq_seconds(model, [batch] * n, spec, clock=Clock()) for n in (1, 3))
+    assert three - one == pytest.approx(6.0)  # three passes of a second over each batch
+    deep = gf.build(gf.override(gf.preset("core"), ["decoder.layers.count=4"]), seed=0).model
+    assert gptq_seconds(deep, [batch], spec, clock=Clock()) > one
 
 
 def test_progress_names_what_begins_and_reaches_the_end(runs, tmp_path):

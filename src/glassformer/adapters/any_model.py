@@ -3,6 +3,7 @@ formats for any model, built or loaded, given texts or token ids."""
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
 
@@ -154,12 +155,11 @@ def quantize(
     `scheme` is a name, such as "int4", or a value, such as `Int4(group=32)`; `bits` is 8 or 4
     instead of it, or a mean between them (4.5: layers that lose most get 8), which needs
     `calibrate`. `calibrate`: batches of tokens that are like those it will read. With them it is
-    done as `glass quantize` does: outliers are smoothed (`smooth=False`: not), and it is calibrated
-    by GPTQ, or by `method="mse"` in a fraction of the time. Without, only weights are looked at.
+    done as `glass quantize` does: outliers are smoothed (`smooth=False`: not), and grids are
+    searched for by the sizes of inputs (`mse`, the default of 8 bits) or by GPTQ (of 4 bits), which
+    takes several times as long. Without, only weights are looked at.
     `rotate`: mix the channels of "values" within heads, or of "all" the residual stream, first.
     """
-    if method is None and calibrate is not None:
-        method = "gptq"
     spec = quant_spec(
         scheme=scheme,
         bits=bits,
@@ -170,6 +170,8 @@ def quantize(
         tied=tied,
         indivisible=indivisible,
     )
+    if method is None and calibrate is not None:
+        spec = replace(spec, method=spec.scheme.calibrated_method)
     if rotate is not None:
         one_of("rotate", rotate, get_args(Rotation))
     if isinstance(model, Model):

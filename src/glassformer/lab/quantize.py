@@ -42,6 +42,7 @@ from glassformer.quant.convert import (
     Progress,
     Select,
     dequantize_model,
+    gptq_seconds,
     plan,
     prepare_model_for_quantization,
     quantize_model,
@@ -181,6 +182,8 @@ AFFORDED, LEAST = 10**12, 4096
 LOGITS = 1 << 25
 #: A loss above this is warned of; so are fewer tokens than these to calibrate GPTQ on, to measure.
 WARNED, FEW_CALIBRATING, FEW_MEASURING = 0.01, 4096, 1000
+#: GPTQ that would take longer is left to those who ask for it by name.
+LONGEST_GPTQ = 600.0
 #: Share of a text that is kept for measuring.
 HELD_OUT = 0.2
 
@@ -388,8 +391,12 @@ def quantize_folder(
     *,
     watch: Watch | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Open, calibrate or train if requested, quantize, write, open again, compare."""
+    """Open, calibrate or train if requested, quantize, write, open again, compare.
+
+    `say` is told how long GPTQ will take before it begins, or that it is left out for that.
+    """
     check_new(out, hint="choose another {--out|out}, or remove it first")
     adapter = load(path, device=wish.device)
     if not isinstance(adapter, NativeAdapter):
@@ -406,7 +413,11 @@ def quantize_folder(
     if task is not None:
         check_data(task, recorded)
     material = _material(wish, adapter, task)
+    asked = wish.spec.method is not None
     wish = replace(wish, spec=_chosen(wish, tokens_of(material.calibrating)))
+    if wish.spec.resolved_method == "gptq":
+        seconds = gptq_seconds(full, material.calibrating, wish.spec)
+        wish = replace(wish, spec=_affordable(wish.spec, seconds, asked=asked, say=say))
     small, timings, select = copy.deepcopy(full), [], None
     if wish.spec.tied == "untie":
         untie(small)
@@ -482,10 +493,32 @@ def _chosen(wish: Wish, tokens: int) -> QuantSpec:
     Fewer than 8 bits take it where there are enough tokens: they fit what they have seen.
     """
     spec = wish.spec
-    if spec.method is not None or not wish.smooth or wish.qat_steps:
+    if spec.method is not None or wish.qat_steps or not (wish.smooth or wish.calibrate):
         return spec
-    few = spec.scheme.bits < 8 and tokens < FEW_CALIBRATING
+    few = spec.scheme.bits < 8 and tokens < FEW_CALIBRATING and wish.calibrate is None
     return spec if few else replace(spec, method=spec.scheme.calibrated_method)
+
+
+def _affordable(
+    spec: QuantSpec, seconds: float, *, asked: bool, say: Callable[[str], None] | None
+) -> QuantSpec:
+    """Return the spec, by `mse` where GPTQ would take too long and is not asked for by name."""
+    tell = say or (lambda _: None)
+    if seconds <= LONGEST_GPTQ or asked:
+        tell(f"GPTQ: about {_duration(seconds)}; --method mse is done much sooner")
+        return spec
+    tell(
+        f"GPTQ would take about {_duration(seconds)}, more than {_duration(LONGEST_GPTQ)}: "
+        "grids are searched instead; --method gptq does it all the same"
+    )
+    return replace(spec, method="mse")
+
+
+def _duration(seconds: float) -> str:
+    """Return `40 s`, `5 min` or `3.2 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _narrowed(wish: Wish, model: ModelSpec) -> str:
@@ -505,7 +538,8 @@ def _narrowed(wish: Wish, model: ModelSpec) -> str:
 
 def _looks_at_inputs(wish: Wish) -> bool:
     """Return True unless weights alone are looked at."""
-    return bool(wish.smooth or wish.spec.resolved_method == "gptq" or wish.spec.mean_bits)
+    given = wish.calibrate is not None
+    return bool(wish.smooth or given or wish.spec.resolved_method == "gptq" or wish.spec.mean_bits)
 
 
 def _wider(spec: QuantSpec, model: Model) -> tuple[str, ...]:

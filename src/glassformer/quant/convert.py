@@ -12,8 +12,10 @@ together.
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -388,6 +390,62 @@ def quantize_in_turn(
     _forget_watches(bare)
     bare.eval()
     return model
+
+
+#: Widths and outputs of the matrices that GPTQ is timed on.
+TIMED_INPUTS, TIMED_OUTPUTS = 512, (32, 160)
+#: Passes over a block: the float one, and those of the rounded one that stop at its layers.
+PASSES = 3
+
+
+@torch.no_grad()
+def gptq_seconds(
+    model: Model | Holder,
+    batches: Sequence[Any],
+    spec: QuantSpec,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return about how long `quantize_in_turn` will take here, from what small pieces take.
+
+    GPTQ of a matrix of I inputs and O outputs takes a I^3 + b O I^2; a and b are timed on random
+    matrices of its scheme. One pass over one batch is timed too.
+    """
+    bare = model_of(model)
+    begun = clock()
+    bare(batches[0])
+    passes = PASSES * len(batches) * (clock() - begun)
+    rates: dict[tuple[Scheme, int], tuple[float, float]] = {}
+    total = passes
+    alike = replace(spec, tied="share") if spec.tied == "untie" else spec
+    for module, scheme in plan(bare, alike).values():
+        outputs, inputs = module.weight.shape
+        width = min(inputs, TIMED_INPUTS)
+        if (scheme, width) not in rates:
+            rates[scheme, width] = _gptq_rates(scheme, width, module.weight.device, clock)
+        cubic, square = rates[scheme, width]
+        total += cubic * inputs**3 + square * outputs * inputs**2
+    return total
+
+
+def _gptq_rates(
+    scheme: Scheme, inputs: int, device: torch.device, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Return a and b of `gptq_seconds`, timed on two matrices."""
+    draw = torch.Generator().manual_seed(0)
+    x_MI = torch.randn(2 * inputs, inputs, generator=draw).to(device)
+    moment_II = x_MI.T @ x_MI
+    taken = []
+    for outputs in TIMED_OUTPUTS:
+        weight_OI = torch.randn(outputs, inputs, generator=draw).to(device)
+        begun = clock()
+        weight_OI = making_up(weight_OI, moment_II=moment_II, cross_II=moment_II)
+        quantize_with_inputs(weight_OI, scheme.resolve(inputs), moment_II=moment_II)
+        taken.append(clock() - begun)
+    few, many = TIMED_OUTPUTS
+    slope = max(taken[1] - taken[0], 0.0) / (many - few)
+    fixed = max(taken[0] - slope * few, 0.0)
+    return fixed / inputs**3, slope / inputs**2
 
 
 def _report_nothing(what: str, done: int, total: int) -> None:

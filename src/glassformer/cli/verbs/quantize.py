@@ -49,15 +49,16 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="How scales are found: gptq (the default where a text is looked at), mse (a "
-            "fraction of its time), hqq or absmax."
+            help="How scales are found: mse (the default of 8 bits), gptq (of 4, unless it would "
+            "take over 10 minutes), hqq or absmax."
         ),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A text like yours for GPTQ; else the run's own examples, or Python's manuals.",
+            help="A text like yours, whose inputs count; else the run's own examples, or "
+            "Python's manuals.",
         ),
     ] = None,
     text: Annotated[
@@ -145,7 +146,9 @@ def quantize(
         bits=bits,
         group=group,
         symmetric=symmetric,
-        method=cast(Method | None, _way(method, calibrate=calibrate, qat=qat, bits=bits)),
+        method=cast(
+            Method | None, _way(method, calibrate=calibrate, qat=qat, bits=bits, smooth=smooth)
+        ),
         head_bits=head_bits,
         tied=cast(Tied, tied),
         indivisible=cast(Indivisible, indivisible),
@@ -169,7 +172,9 @@ def quantize(
     _run(path, wish, out=place, as_json=as_json)
 
 
-def _way(method: str | None, *, calibrate: str | None, qat: int, bits: float | None) -> str | None:
+def _way(
+    method: str | None, *, calibrate: str | None, qat: int, bits: float | None, smooth: bool
+) -> str | None:
     """Return how scales are found: the method given, or the one that other options imply."""
     if method == "qat":
         raise InputError("--method qat trains", hint="--qat STEPS, such as --qat 200")
@@ -181,9 +186,12 @@ def _way(method: str | None, *, calibrate: str | None, qat: int, bits: float | N
         raise InputError(f"--qat trains at one number of bits, not {bits:g}", hint="--bits 8 or 4")
     if qat and (method is not None or calibrate is not None):
         raise InputError("--qat finds weights by training", hint="leave out --method, --calibrate")
-    if calibrate is not None and method not in (None, "gptq"):
-        raise InputError(f"{method} needs no text", hint="leave out --calibrate, or --method gptq")
-    return "qat" if qat else "gptq" if calibrate is not None else method
+    if calibrate is not None and method in ("absmax", "hqq") and not smooth:
+        raise InputError(
+            f"{method} with --no-smooth looks at no text",
+            hint="leave out --calibrate or --no-smooth",
+        )
+    return "qat" if qat else method
 
 
 def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
@@ -194,7 +202,9 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
 
     with warnings.catch_warnings(record=True) as caught, Progress(out.name) as progress:
         warnings.simplefilter("always")
-        outcome = quantize_folder(path, out, wish, watch=_tell_step, progress=progress.show)
+        outcome = quantize_folder(
+            path, out, wish, watch=_tell_step, progress=progress.show, say=tell
+        )
     for warning in caught:
         tell(f"warning: {warning.message}")
     if as_json:
