@@ -57,7 +57,7 @@ def grown_json(data: bytes, r: random.Random) -> bytes:
     """Put a list or an object of up to a million items into a JSON text, at a key of its own."""
     made = json.loads(data)
     count = r.choice((1_000, 100_000, 1_000_000))
-    item = r.choice((0, {}, [], "", "ab", None, 1e300))
+    item: Any = r.choice((0, {}, [], "", "ab", None, 1e300))
     many = {f"{i:x}": item for i in range(count)} if r.random() < 0.5 else [item] * count
     holder = made
     while isinstance(holder, dict) and r.random() < 0.7:
@@ -91,7 +91,7 @@ def grown_gguf(data: bytes, r: random.Random) -> bytes:
         made += (b"\x00" if kind == 8 else r.randbytes(1)) * (count * width)
     pad = -(len(made) + 8 + 3 + 4 + 8) % 32
     made += struct.pack("<Q", 3) + b"pad" + struct.pack("<IQ", 8, pad) + b"x" * pad
-    return data[:16] + struct.pack("<Q", keys + more + 1) + data[24:24] + made + data[24:]
+    return data[:16] + struct.pack("<Q", keys + more + 1) + made + data[24:]
 
 
 def grown(mutate: Mutate) -> Mutate:

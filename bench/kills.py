@@ -61,11 +61,13 @@ def train(text: str, folder: Path) -> None:
 
 
 def outcome(folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The SHA-256 of the last weights and of every probe, and the metrics without their clock."""
+    """The SHA-256 of the last weights, moments and every probe; the metrics without their clock."""
     directory = RunDirectory(folder)
     last = directory.pointed("last")
     assert last is not None, "a run that ended has saved"
-    files = [directory.step_folder(last) / "model.safetensors", *folder.glob("probes/step-*")]
+    saved = sorted(directory.step_folder(last).glob("*.safetensors"))
+    assert len(saved) == 2, "the weights, or the factors of LoRA, and the optimizer's moments"
+    files = [*saved, *folder.glob("probes/step-*")]
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     for line in lines:

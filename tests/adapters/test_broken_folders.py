@@ -260,6 +260,12 @@ BROKEN = {
         lambda f: change(f, architectures=["LlamaForSequenceClassification"]),
         "names the architecture",
     ),
+    "architectures that are no names": (
+        "llama",
+        0,
+        lambda f: change(f, architectures=[{"LlamaForCausalLM": 1}]),
+        "names the architecture",
+    ),
     "long rope": (
         "llama",
         0,

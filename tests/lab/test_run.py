@@ -1,5 +1,6 @@
 """A run in its folder: what it writes and keeps, what it refuses, and how it ends."""
 
+import contextlib
 import errno
 import getpass
 import io
@@ -23,7 +24,8 @@ from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import check_fit
 from glassformer.lab.runs.record import load_run_spec, metrics_line
 from glassformer.lab.runs.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
-from glassformer.spec.errors import DivergedError, FileError, InputError, MachineError
+from glassformer.lab.runs.table import runs
+from glassformer.spec.errors import DivergedError, FileError, GlassError, InputError, MachineError
 from glassformer.spec.serialize import json_numbers, override
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, run_folder
@@ -330,6 +332,27 @@ def test_a_state_that_is_none_is_an_error_of_the_file(change, what, tmp_path):
     rewritten(folder, 3, state__json=json.dumps(state).encode())
     with pytest.raises(FileError, match=what):
         resumed(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "run.json", "checkpoints/step-000003/state.json", "checkpoints/best"]
+)
+@pytest.mark.parametrize("kind", ["too large", "no text", "a pipe"])
+def test_a_small_file_of_a_run_that_is_none_is_refused_or_passed_over(name, kind, tmp_path):
+    trained(sample("numpy", "train.steps=3"), tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.unlink()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b" " * 10_000_001 if kind == "too large" else b"\xff" * 9)
+    directory = RunDirectory(tmp_path / "run")
+    with contextlib.suppress(GlassError):
+        resumed(tmp_path / "run")
+    with contextlib.suppress(GlassError):
+        directory.read_json("run.json")
+    assert directory.pointed("best") in (3, None)
+    assert len(runs(tmp_path).rows) == 1
 
 
 def test_an_older_state_lacks_fields(tmp_path):

@@ -352,7 +352,8 @@ class Family:
         """Return the spec that a config describes; an unknown key is refused by name."""
         config = config.with_defaults(self.defaults)
         named = config.data.get("architectures") or [self.architecture]
-        if not isinstance(named, list) or not {self.architecture, self.older} & set(named):
+        known = {self.architecture, self.older}
+        if not isinstance(named, list) or not any(isinstance(n, str) and n in known for n in named):
             raise FileError(
                 f"config.json names the architecture {str(named)[:80]}",
                 where=config.where,

@@ -21,7 +21,7 @@ from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import duration
 from glassformer.lab.show import model_lines, training_lines
-from glassformer.spec.disk import make_folder, replace_file
+from glassformer.spec.disk import make_folder, replace_file, small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.tasks import FinetuneTask
@@ -191,8 +191,8 @@ def _newest_beside(folder: Path) -> Path | None:
 def _task_of(file: Path) -> object:
     """Return the task that a run's record names."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["task"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads(small_text(file))["task"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError):
         return None  # a run that another process is just writing, or deleting
 
 

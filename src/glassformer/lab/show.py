@@ -14,6 +14,7 @@ from typing import Any, Literal, assert_never
 from glassformer.lab.runs.table import RunTable
 from glassformer.lab.runs.table import runs as list_runs
 from glassformer.lens.show.outline import norm_name
+from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.manifest import count_active_parameters, count_parameters
 from glassformer.spec.model import (
@@ -175,16 +176,16 @@ def _show_folder(name: str, folder: Path, overrides: list[str]) -> Shown:
 
 def _run_spec(folder: Path) -> RunSpec:
     try:
-        return from_json(RunSpec, (folder / "config.json").read_text(encoding="utf-8"))
+        return from_json(RunSpec, small_text(folder / "config.json"))
     except (OSError, UnicodeDecodeError, InputError) as error:
         raise FileError(f"config.json is no run's: {error}", where=str(folder)) from error
 
 
 def _run_about(folder: Path) -> str:
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        record = json.loads(small_text(folder / "run.json"))
         return f"a run of {record['task']}, {record['status']} at step {record['step']:,}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError):
         return "a run whose record cannot be read"
 
 

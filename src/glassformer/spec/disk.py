@@ -157,6 +157,28 @@ def is_named(handle: int, path: Path) -> bool:
         return False
 
 
+# --- small files that are read ------------------------------------------------------------------
+
+TEXT_LIMIT = 10_000_000
+
+
+def small_text(path: Path) -> str:
+    """Return the text of a small file; a larger one, a pipe, and bytes that are no text, raise."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise FileError(f"{path.name} is no file", where=str(path.parent))
+        data = file.read(TEXT_LIMIT + 1)
+    if len(data) > TEXT_LIMIT:
+        raise FileError(
+            f"{path.name} is too large: more than {TEXT_LIMIT:,} bytes", where=str(path.parent)
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path.name} is not text", where=str(path.parent)) from error
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

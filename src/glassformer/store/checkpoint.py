@@ -15,7 +15,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from glassformer.spec.disk import check_new, create, folder_beside, make_folder, rename, sync_folder
+from glassformer.spec.disk import (
+    check_new,
+    create,
+    folder_beside,
+    make_folder,
+    rename,
+    small_text,
+    sync_folder,
+)
 from glassformer.spec.errors import FileError, InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.quantization import Quantization, from_record, stored_tensors, to_record
@@ -40,7 +48,6 @@ SPEC = "spec.json"
 WEIGHTS = "model.safetensors"
 SUMS = "SHA256SUMS"
 QUANTIZATION = "quantization.json"  # there where layers are quantized
-TEXT_LIMIT = 10_000_000
 
 
 # --- folders that appear complete or not at all --------------------------------------------------
@@ -172,7 +179,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
             hint="a checkpoint folder holds MANIFEST.json, spec.json and model.safetensors",
         )
     try:
-        manifest = json.loads(read_text(path))
+        manifest = json.loads(small_text(path))
         number, files = manifest["format"], manifest["files"]
         if not isinstance(files, dict):
             raise TypeError("its files are not a table")
@@ -221,7 +228,7 @@ def verify_sums(folder: Path, *, weights: bool = True) -> None:
     path = folder / SUMS
     if not path.is_file():
         return
-    for line in read_text(path).splitlines():
+    for line in small_text(path).splitlines():
         digest, name = line[:64], line[66:]
         if not name or line[64:66] not in ("  ", " *"):
             raise FileError(f"{SUMS} is damaged", where=str(folder), hint=_SUMS_HINT)
@@ -252,7 +259,7 @@ def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
         if name not in manifest["files"]:
             raise FileError(f"the checkpoint holds no {name}", where=str(folder))
     try:
-        spec = from_json(ModelSpec, read_text(folder / SPEC))
+        spec = from_json(ModelSpec, small_text(folder / SPEC))
     except InputError as error:
         raise FileError(f"spec.json: {error.what}", where=str(folder)) from error
     shapes = {name: shape for name, (_, shape) in read_header(folder / WEIGHTS).items()}
@@ -260,16 +267,6 @@ def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
     if problems:
         raise FileError(f"the weights do not fit the spec: {problems}", where=str(folder))
     return spec, read_tensors(folder / WEIGHTS)
-
-
-def read_text(path: Path) -> str:
-    """Read a small text file of a checkpoint."""
-    if path.stat().st_size > TEXT_LIMIT:
-        raise FileError(f"{path.name} is too large", where=str(path.parent))
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path.name} is not text", where=str(path.parent)) from error
 
 
 # --- with quantized layers: the same folder, and quantization.json to say which ------------------
@@ -309,7 +306,7 @@ def describe_quantized(
 ) -> tuple[ModelSpec, Quantization, dict[str, StoredTensor]]:
     """Return the spec, the quantization and the tensors that follow from them; verify no file."""
     try:
-        spec = from_json(ModelSpec, read_text(folder / SPEC))
+        spec = from_json(ModelSpec, small_text(folder / SPEC))
         quantization = _read_quantization(folder / QUANTIZATION)
         return spec, quantization, stored_tensors(spec, quantization)
     except InputError as error:
@@ -332,7 +329,7 @@ def load_quantized(folder: Path) -> tuple[ModelSpec, Quantization, dict[str, NDA
 def _read_quantization(path: Path) -> Quantization:
     """Read `quantization.json`, of this version or an earlier one."""
     try:
-        record = json.loads(read_text(path), object_pairs_hook=unique_keys)
+        record = json.loads(small_text(path), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not JSON: {error}") from error
     return from_record(record)

@@ -34,6 +34,7 @@ from glassformer.spec.disk import (
     open_own,
     remove,
     replace_file,
+    small_text,
     sync_folder,
 )
 from glassformer.spec.errors import FileError, InputError, MachineError
@@ -262,7 +263,7 @@ class RunDirectory:
         """Read a JSON file of the run."""
         path = self.folder / name
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(json.loads(small_text(path)))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(
                 f"no {name} here, so this is not a run", where=str(self.folder)
@@ -318,7 +319,10 @@ class RunDirectory:
         path = self.checkpoints / name
         if not path.is_file():
             return None
-        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = small_text(path)
+        except FileError:
+            return None
         number = plain_digits(text.strip().removeprefix("step-"))
         return number if number in steps else None
 
@@ -326,9 +330,9 @@ class RunDirectory:
     def _best_at(checkpoint: Path) -> int | None:
         """Return the best step so far, as a checkpoint has it; None if it cannot be read."""
         try:
-            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            state = json.loads(small_text(checkpoint / "state.json"))
             best = state["progress"]["best_step"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, FileError):
             return None
         return best if isinstance(best, int) else None
 

@@ -20,7 +20,7 @@ from glassformer.models.model import Model, dtype_of, load_weights, weights_hash
 from glassformer.nn.linear import apply_lora, merge
 from glassformer.quant.contents import is_model_quantized
 from glassformer.quant.convert import dequantize_model
-from glassformer.spec.disk import make_folder, replace_file
+from glassformer.spec.disk import make_folder, replace_file, small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
@@ -196,7 +196,7 @@ def read_tuning(folder: Path) -> Tuning | None:
         return None
     verify_folder(folder)
     try:
-        return from_json(Tuning, path.read_text(encoding="utf-8"))
+        return from_json(Tuning, small_text(path))
     except (InputError, UnicodeDecodeError) as error:
         raise FileError(f"{TUNING}: {error}", where=str(folder)) from error
 

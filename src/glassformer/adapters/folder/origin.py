@@ -16,10 +16,11 @@ from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import from_json
-from glassformer.store.checkpoint import MANIFEST, SPEC, read_text
+from glassformer.store.checkpoint import MANIFEST, SPEC
 
 #: Small files of a Hugging Face folder that are no weights and no code.
 NAMES = (
@@ -59,7 +60,7 @@ def origin_of(folder: Path) -> Path | None:
 def read_spec(folder: Path) -> ModelSpec:
     """Read spec.json of a checkpoint of ours."""
     try:
-        return from_json(ModelSpec, read_text(folder / SPEC))
+        return from_json(ModelSpec, small_text(folder / SPEC))
     except (InputError, FileNotFoundError) as error:
         raise FileError(f"spec.json: {error}", where=str(folder)) from error
 

@@ -24,6 +24,7 @@ from glassformer.lens.measure.probes import Probes
 from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots
 from glassformer.models.model import Model
 from glassformer.spec.decoding import DecodeSpec
+from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.units import plain_digits
@@ -194,7 +195,7 @@ def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]
 def read_samples(path: Path) -> tuple[Sample, ...]:
     """Read what `keep_samples` wrote."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = small_text(path).splitlines()
         found = [json.loads(line) for line in lines]
         return tuple(Sample(str(one["opening"]), str(one["text"])) for one in found)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

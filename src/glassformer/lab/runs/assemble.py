@@ -22,6 +22,7 @@ from glassformer.lab.finetune import Base, check_trains, open_base
 from glassformer.models.model import build, weights_of
 from glassformer.nn.linear import apply_lora
 from glassformer.quant.contents import is_model_quantized
+from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
@@ -262,7 +263,7 @@ def read_checkpoint(folder: Path, spec: RunSpec) -> Arrays:
     tuning = read_tuning(folder)
     if tuning is None:
         raise FileError("the checkpoint holds no LoRA", where=str(folder))
-    model = from_json(ModelSpec, (folder / SPEC).read_text(encoding="utf-8"))
+    model = from_json(ModelSpec, small_text(folder / SPEC))
     if model != spec.model or tuning != spec.tuning:
         raise InputError("the checkpoint is of another model", where=str(folder))
     return read_peft(folder, model)[1]

@@ -23,7 +23,7 @@ import numpy as np
 from glassformer.data.task import Task
 from glassformer.lab.show import toml_text
 from glassformer.spec import tasks
-from glassformer.spec.disk import create
+from glassformer.spec.disk import create, small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.own import OwnTask
 from glassformer.spec.serialize import from_json, json_numbers, to_dict
@@ -156,7 +156,7 @@ def metrics_line(record: StepRecord) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """Read state.json of a checkpoint."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = json.loads(small_text(folder / "state.json"))
     except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"state.json cannot be read: {error}", where=str(folder)) from error
     kinds = {"progress": dict, "spec": str, "data": str, "fingerprint": dict}
@@ -191,7 +191,7 @@ def is_of_spec(folder: Path, recorded: str, spec: RunSpec) -> bool:
     if not path.is_file():
         return False
     try:
-        return spec_hash(from_json(RunSpec, path.read_text(encoding="utf-8"))) == spec_hash(spec)
+        return spec_hash(from_json(RunSpec, small_text(path))) == spec_hash(spec)
     except InputError:
         return False
 
@@ -244,7 +244,7 @@ def load_run_spec(directory: RunDirectory) -> RunSpec:
     if not path.is_file():
         raise InputError("no config.json here, so this is not a run", where=str(directory.folder))
     try:
-        return from_json(RunSpec, path.read_text(encoding="utf-8"))
+        return from_json(RunSpec, small_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"config.json cannot be read: {error}", where=str(path)) from error
     except InputError as error:
