@@ -13,6 +13,8 @@ import glassformer as gf
 from glassformer.adapters.load import adapt
 from glassformer.checks.causes import gap_of
 from glassformer.checks.diff import diff
+from glassformer.checks.following import CLEAR
+from glassformer.checks.preset_subjects import perturb
 from glassformer.cli.main import app
 from glassformer.spec import presets
 from tests.checks.port import Port
@@ -52,6 +54,106 @@ def test_two_implementations_of_one_model_do_not_differ():
     found = diff(ours, theirs)
     assert found.module == "blocks.1.ffn.up_proj" and found.second == "model.layers.1.mlp.up_proj"
     assert "other values in 1 of 80 rows" in found.causes[0]
+
+
+def with_an_outlier(**settings):
+    """transformers' Llama with a channel that is a small difference of large numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 101}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **settings))
+    model = perturb(model, dtype=torch.float32, seed=1).eval()
+    mlp = model.model.layers[1].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[1] = mlp.gate_proj.weight[0]
+        mlp.up_proj.weight[1] = mlp.up_proj.weight[0] * (1 + 1e-4)
+        mlp.down_proj.weight[7, 0], mlp.down_proj.weight[7, 1] = 1e4, -1e4
+    return model
+
+
+@pytest.fixture(scope="module")
+def outlier():
+    theirs = with_an_outlier()
+    return adapt(theirs), theirs
+
+
+def test_rounding_at_an_outlier_is_no_difference(outlier):
+    ours, theirs = outlier
+    tokens = torch.randint(101, (2, 11), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert float((ours(tokens) - theirs(tokens).logits).abs().max()) > 1e-5  # without a mistake
+    for first, second in ((ours, theirs), (theirs, ours)):
+        found = diff(first, second)
+        assert found.same and found.times < CLEAR, found
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "place"),
+    [
+        ("layers.2.self_attn", lambda m: setattr(m, "scaling", m.scaling * 1.01), "blocks.2.attn"),
+        ("layers.2.self_attn", lambda m: setattr(m, "scaling", m.scaling * 1.5), "blocks.2.attn"),
+        (
+            "layers.2.input_layernorm",
+            lambda m: setattr(m, "variance_epsilon", 1e-3),
+            "blocks.2.attn_norm",
+        ),
+        ("norm", lambda m: setattr(m, "variance_epsilon", 1e-4), "final_norm"),
+        (
+            "layers.2.mlp.down_proj",
+            lambda m: m.weight.data[3].mul_(1.0001),
+            "blocks.2.ffn.down_proj",
+        ),
+        ("layers.1", lambda m: doubled(m.mlp), "blocks.1"),
+    ],
+)
+def test_a_mistake_behind_an_outlier_is_placed(outlier, module, change, place):
+    """Small ones too: each step is compared on the same inputs, so rounding does not add up."""
+    ours, theirs = outlier[0], copy.deepcopy(outlier[1])
+    change(theirs.model.get_submodule(module))
+    found = diff(ours, theirs)
+    assert not found.same and found.module == place, found
+    assert found.times > 2 * CLEAR
+
+
+def doubled(module):
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+
+
+def test_a_window_is_compared_behind_its_end():
+    """Rows of 11 positions do not reach a window of 16; another row does."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    def made(window):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 53}
+        config = MistralConfig(**sizes, **heads, sliding_window=window, max_position_embeddings=64)
+        return MistralForCausalLM(config).eval()
+
+    assert diff(adapt(made(16)), made(16)).same
+    found = diff(adapt(made(16)), made(15))
+    assert found.module == "blocks.0.attn" and "window" in found.causes[0], found
+
+
+def test_a_pooled_vector_is_compared_with_an_encoder_of_transformers(tmp_path):
+    """Ours adds positions in a module and pools in one; transformers has other modules for both."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53}
+    BertModel(BertConfig(**sizes, num_attention_heads=4)).eval().save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["diff", str(tmp_path)])
+    assert result.exit_code == 0 and "no difference" in result.output, result.output
+    ours, theirs = gf.load(tmp_path), BertModel.from_pretrained(tmp_path).eval()
+    for first, second in ((ours, theirs), (theirs, ours)):
+        found = diff(first, second)
+        assert found.same and "gradients are not compared" in str(found), found
+    with torch.no_grad():
+        theirs.embeddings.position_embeddings.weight[3] += 0.1
+    found = diff(ours, theirs)
+    assert (found.first, found.second) == ("position", "embeddings.position_embeddings"), found
 
 
 class Joined(nn.Module):

@@ -240,19 +240,39 @@ def _quietly() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
+def opener_of(folder: Path) -> str:
+    """Return the class with which transformers opens a folder's architecture."""
+    named = Config.of_folder(folder).data.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    return next((opener for end, opener in OPENERS.items() if name.endswith(end)), CAUSAL)
+
+
+#: How a folder is opened that says nothing else.
+CAUSAL = "AutoModelForCausalLM"
+#: How an architecture is opened, by how its name ends.
+OPENERS = {
+    "HeadModel": CAUSAL,
+    "HeadsModel": CAUSAL,
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "Model": "AutoModel",
+}
+
+
+def open_with_transformers(
+    folder: Path, *, dtype: torch.dtype | None = None, opener: str = CAUSAL
+) -> Any:
     """Open a folder with transformers, without network, pickle or the folder's own code.
 
-    A weight that the files lack would be random numbers: such a folder is refused.
+    `opener` is one of its classes that open by a config. A weight that the files lack would be
+    random numbers: such a folder is refused.
     """
     try:
         import transformers
-        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise MachineError(
             "transformers is not installed", hint="pip install transformers"
         ) from error
-    loader: Any = AutoModelForCausalLM
+    loader: Any = getattr(transformers, opener)
     try:
         with _quietly():
             module, report = loader.from_pretrained(
@@ -270,8 +290,8 @@ def open_with_transformers(folder: Path, *, dtype: torch.dtype | None = None) ->
         ) from error
     except Exception as error:  # a folder may be anything, and so may what is raised
         raise FileError(
-            f"transformers {transformers.__version__} does not open this as a causal language "
-            f"model: {_short(error)}",
+            f"transformers {transformers.__version__} does not open this with {opener}: "
+            f"{_short(error)}",
             where=str(folder),
         ) from error
     for what in ("missing_keys", "mismatched_keys"):

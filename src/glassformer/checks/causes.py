@@ -208,6 +208,11 @@ def _by_row(a: Tensor, b: Tensor) -> bool:
     return rest < 10 * SAME * float(a.std()) and rest < 0.1 * float((a - b).abs().max())
 
 
+def has_weights(module: nn.Module) -> bool:
+    """True for a module with parameters of its own, not only of the modules inside it."""
+    return next(module.parameters(recurse=False), None) is not None
+
+
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of a module's own parameters, not those of the modules inside it."""
     return {name: p.detach().float().cpu() for name, p in module.named_parameters(recurse=False)}
@@ -276,7 +281,7 @@ def region_causes(scene: Scene) -> Iterator[str]:
         if found:
             yield found
             return
-    a, b = _main_input(scene.one), _main_input(scene.other)
+    a, b = main_input(scene.one), main_input(scene.other)
     if a is None or b is None or a.numel() != b.numel():
         return
     other = next(layouts(b, a.shape), None)
@@ -289,7 +294,7 @@ def region_causes(scene: Scene) -> Iterator[str]:
         yield "dtype: the gap is that of half precision on one side"
 
 
-def _main_input(one: Computed) -> Tensor | None:
+def main_input(one: Computed) -> Tensor | None:
     """Return the tensor that a module reads; of the logits, the tensor itself."""
     if one.name == "logits":
         return one.output
@@ -315,7 +320,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _activation_cause(scene: Scene) -> str:
     """Try activations and gates of the last equal outputs against what each side feeds on."""
-    one, other = _main_input(scene.one), _main_input(scene.other)
+    one, other = main_input(scene.one), main_input(scene.other)
     if one is None or other is None:
         return ""
     recent = [pair[0].output for pair in scene.matched[-2:]]
@@ -351,7 +356,7 @@ def _fitting(forms: Mapping[str, Tensor], wanted: Tensor) -> str:
 
 def _residual_cause(scene: Scene) -> str:
     """Express what each side reads as a sum of the last equal tensors: stream, output, norm."""
-    a, b = _main_input(scene.one), _main_input(scene.other)
+    a, b = main_input(scene.one), main_input(scene.other)
     if a is None or b is None or len(scene.matched) < 2:
         return ""
     terms: dict[str, Tensor] = {}
@@ -389,7 +394,7 @@ def _sum_of(terms: Mapping[str, Tensor], wanted: Tensor) -> str:
 
 def _position_cause(scene: Scene) -> str:
     """Compare what each side adds to the embedding: a scale, another table, an offset."""
-    a, b = _main_input(scene.one), _main_input(scene.other)
+    a, b = main_input(scene.one), main_input(scene.other)
     if a is None or b is None or a.shape != b.shape or a.ndim != 3:
         return ""
     tables = [x for pair in scene.matched[-2:] for x in (pair[0].output,) if x.shape == a.shape]
@@ -411,7 +416,7 @@ def _position_cause(scene: Scene) -> str:
 
 def _attention_cause(scene: Scene) -> str:
     """Compute attention from the equal queries, keys and values in many ways; name each side's."""
-    one, other = _main_input(scene.one), _main_input(scene.other)
+    one, other = main_input(scene.one), main_input(scene.other)
     parts = _projections(scene)
     if parts is None or one is None or other is None:
         return ""
@@ -444,7 +449,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return q, k, v (B, T, ...) as the last equal outputs before an attention's projection."""
-    wanted = _main_input(scene.one)
+    wanted = main_input(scene.one)
     if wanted is None or not scene.matched:
         return None
     width, parent = wanted.shape[-1], _parent(scene.matched[-1][0].name)
@@ -581,7 +586,7 @@ def _rotations(q: Tensor, k: Tensor, scene: Scene) -> Iterator[tuple[str, tuple[
 
 def _rotation_cause(scene: Scene) -> str:
     """Say that one side turns what a module reads before it, and the other side does not yet."""
-    a, b = _main_input(scene.one), _main_input(scene.other)
+    a, b = main_input(scene.one), main_input(scene.other)
     if a is None or b is None or a.ndim != 4 or a.numel() != b.numel():
         return ""
     for turns, (x, y) in {"first": (b, a), "second": (a, b)}.items():

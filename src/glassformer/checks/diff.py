@@ -10,8 +10,8 @@ position. `causes` then tries what commonly goes wrong there, and names what rep
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,33 @@ from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.checks.causes import (
-    SAME,
     Computed,
     Scene,
     close,
     gap_of,
+    has_weights,
     layouts,
+    main_input,
     module_causes,
     own_weights,
     ratio_of,
     region_causes,
 )
+from glassformer.checks.following import (
+    CLEAR,
+    NEAR,
+    RUNS,
+    Run,
+    aligned,
+    as_large,
+    entering_far,
+    last_place,
+    moved,
+    squares,
+    times_rounding,
+    weighted,
+)
+from glassformer.checks.foreign import config_of, number
 from glassformer.checks.measure import seeded
 from glassformer.checks.subject import Subject, subject_of
 from glassformer.spec.errors import InputError
@@ -38,8 +54,11 @@ from glassformer.spec.errors import InputError
 
 #: Tokens that are compared: distinct primes, so that no axis is mistaken for another.
 ROWS, LENGTH = 2, 11
-#: Calls around the last equal one among which a counterpart is looked for.
-NEAR = 4
+#: Bytes of one side's tensors, at most, for a row that is longer than a window.
+MOST_HELD = 2**31
+#: A gradient's gap of this many times its rounding is a difference. Rounding of the complete model
+#: adds up here, forwards and backwards.
+CLEAR_BACKWARD = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +68,7 @@ class Difference:
     `first` and `second` are the modules on either side, `inside` says whether their inputs are
     equal, so that the fault is in the module itself; otherwise it is between `after`, the last
     module whose output is the same on both sides, and them. `gap` is the largest difference as a
-    part of the larger tensor's spread.
+    part of the larger tensor's spread, and `times` how many times the model's own rounding there.
     """
 
     same: bool
@@ -64,22 +83,31 @@ class Difference:
     values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     names: tuple[str, str] = ("A", "B")
     worst: tuple[int, ...] = field(default=())
+    times: float = 0.0
+    container: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         """The smallest module that contains the difference, by the first side's names."""
-        return self.first if self.inside else _common(self.after[0], self.first)
+        if self.inside:
+            return self.first
+        return self.container or _common(self.after[0], self.first)
 
     def __str__(self) -> str:
         if self.same:
-            return f"no difference: {self.compared} modules compared, largest gap {self.gap:.1e}"
+            found = (
+                f"no difference: {self.compared} modules compared, largest gap {self.gap:.1e}, at "
+                f"most {self.times:.1f} times rounding"
+            )
+            return "\n".join([found, *(f"  {note}" for note in self.notes)])
         where = (
             f"in {self.first} (beside {self.second}): the same input, another output"
             if self.inside
             else f"between {self.after[0] or 'the tokens'} (equal on both sides) and "
             f"{self.first} (beside {self.second})"
         )
-        lines = [f"first difference, {self.stage}: {where}", f"  gap {self.gap:.2g} of the spread"]
+        lines = [f"first difference, {self.stage}: {where}", self._size()]
         lines += [f"  likely cause: {cause}" for cause in self.causes]
         if not self.causes:
             lines.append("  likely cause: none of the known ones reproduces both sides")
@@ -90,6 +118,11 @@ class Difference:
                 lines.append(f"    {name:<12}" + "  ".join(f"{value:>11.5g}" for value in values))
         lines.append(f"  {self.compared} modules before it are equal")
         return "\n".join(lines)
+
+    def _size(self) -> str:
+        if not math.isfinite(self.gap):
+            return "  the two have other shapes"
+        return f"  gap {self.gap:.2g} of the spread, {self.times:.3g} times rounding"
 
 
 def diff(
@@ -127,15 +160,89 @@ def _compared(
     modules = (_computing(modules[0], sides[0]), _computing(modules[1], sides[1]))
     for module in modules:
         module.eval()
+    short = tokens is None
     if tokens is None:
-        vocabulary = min(side.vocab_size for side in sides)
         length = min(LENGTH, *(side.max_length for side in sides))
-        tokens = torch.randint(vocabulary, (ROWS, length), generator=seeded(3))
-    traces = [trace(module, side, tokens) for module, side in zip(modules, sides, strict=True)]
-    found = _first_difference(*traces, names=names)
-    if found.same and backward:
-        return _backward_difference(modules, sides, tokens, traces, found, names)
+        tokens = _drawn(sides, ROWS, length)
+    run = Run.of(modules, sides, tokens)
+    found = _first_difference(run, sides, names=names)
+    if found.same and short:
+        found = _beyond_windows(modules, sides, run, found, names)
+    if not found.same or not backward:
+        return found
+    if sides[0].per_position != sides[1].per_position:
+        note = "gradients are not compared: one side returns a vector, the other one per position"
+        return replace(found, notes=(*found.notes, note))
+    return _backward_difference(modules, sides, tokens, run, found, names)
+
+
+def _drawn(sides: Sequence[Subject], rows: int, length: int) -> Tensor:
+    vocabulary = min(side.vocab_size for side in sides)
+    return torch.randint(vocabulary, (rows, length), generator=seeded(3))
+
+
+def _beyond_windows(
+    modules: Sequence[nn.Module],
+    sides: Sequence[Subject],
+    run: Run,
+    found: Difference,
+    names: tuple[str, str],
+) -> Difference:
+    """Compare a row that is longer than the longest window, without the logits, where it fits."""
+    length = min(side.max_length for side in sides)
+    windows = {w for m, s in zip(modules, sides, strict=True) for w in _windows(m, s)}
+    windows = {w for w in windows if LENGTH <= w < length}
+    if not windows:
+        return found
+    longest = min(length, max(windows) + LENGTH)
+    held = sum(t.nbytes for one in weighted(run.left) for t in (one.output, *one.inputs))
+    if held / (ROWS * LENGTH) * longest > MOST_HELD:
+        note = (
+            f"a window of {max(windows):,} positions was not reached: pass longer rows as tokens="
+        )
+        return replace(found, notes=(note,))
+    ends = (_before_logits(run.left), _before_logits(run.followed.calls))
+    tokens = _drawn(sides, 1, longest)
+    for at, one, other, times in entering_far(run, modules, sides, tokens, ends=ends):
+        before = weighted(run.left)[at - 1]
+        after = (before.name, run.followed.partners.get(at - 1, [other])[0].name)
+        values, worst = _worst(one.inputs[0], other.inputs[0])
+        return Difference(
+            same=False,
+            compared=at,
+            gap=aligned(one.inputs[0], other.inputs[0])[0],
+            times=times,
+            first=one.name,
+            second=other.name,
+            after=after,
+            causes=(
+                f"window: {LENGTH} positions are equal, {longest} are not; a window of "
+                f"{max(windows)} hides them, or one beside it",
+            ),
+            values=values,
+            names=names,
+            worst=worst,
+        )
     return found
+
+
+def _windows(module: nn.Module, side: Subject) -> Iterator[int]:
+    """Yield how many positions attention sees, where a model says that it does not see all."""
+    if side.model is not None:
+        spec = side.model.spec
+        for block in spec.decoder.blocks():
+            if block.attention.window is not None:
+                yield block.attention.window
+    else:
+        window = number(config_of(module), "sliding_window", "attention_window_size")
+        if window is not None:
+            yield window
+
+
+def _before_logits(calls: Sequence[Computed]) -> int:
+    """Return how many modules with weights are called before one that is as wide as the logits."""
+    own, width = weighted(calls)[:-1], calls[-1].output.shape[-1]
+    return max((i + 1 for i, one in enumerate(own) if one.output.shape[-1] != width), default=1)
 
 
 def _module_of(thing: object) -> nn.Module:
@@ -156,133 +263,89 @@ def _computing(module: nn.Module, side: Subject) -> nn.Module:
     return side.model
 
 
-# --- what each side computes --------------------------------------------------------------------
+# --- where they differ --------------------------------------------------------------------------
 
 
-def trace(module: nn.Module, subject: Subject, tokens: Tensor) -> list[Computed]:
-    """Run the model once and record every module's call, in the order in which they end."""
-    computed: list[Computed] = []
-    handles = []
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-            given = tuple(_tensors([*args, *kwargs.values()]))
-            made = next(_tensors([result]), None)
-            if made is not None:
-                computed.append(Computed(name, part, given, made))
-
-        return hook
-
-    for name, part in module.named_modules():
-        if name:
-            handles.append(part.register_forward_hook(record(name), with_kwargs=True))
-    try:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        with torch.no_grad():
-            logits = subject.logits(tokens.to(device), None)
-    finally:
-        for handle in handles:
-            handle.remove()
-    computed.append(Computed("logits", nn.Identity(), (), logits.detach().float().cpu()))
-    return computed
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the floating tensors among some values, and in the tuples and tables among them."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            yield value.detach().float().cpu().clone()  # later code may write into it
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-        elif isinstance(value, Mapping):
-            yield from _tensors([*value.values()])
-
-
-def weighted(computed: Sequence[Computed]) -> list[Computed]:
-    """Return the calls of modules with weights of their own, and the logits."""
-    return [
-        one
-        for one in computed
-        if one.name == "logits" or any(True for _ in one.module.parameters(recurse=False))
-    ]
-
-
-# --- pairing ------------------------------------------------------------------------------------
-
-
-def _slice_gap(part: Tensor, whole: Tensor) -> float:
-    """Return the gap between a tensor and the closest slice of a wider one's last axis."""
-    width, total = part.shape[-1], whole.shape[-1]
-    if width >= total or part.numel() // width != whole.numel() // total:
-        return math.inf
-    rows, columns = part.reshape(-1, width), whole.reshape(-1, total)
-    starts = range(0, total - width + 1, math.gcd(width, total))
-    return min((gap_of(rows, columns[:, s : s + width]) for s in starts), default=math.inf)
-
-
-def _same(a: Tensor, b: Tensor) -> float:
-    """Return the gap of two outputs, one of which may be joined with others."""
-    if a.numel() == b.numel():
-        return gap_of(a, b)
-    return _slice_gap(a, b) if a.numel() < b.numel() else _slice_gap(b, a)
-
-
-def _first_difference(
-    left: Sequence[Computed], right: Sequence[Computed], *, names: tuple[str, str]
-) -> Difference:
-    ours, theirs = weighted(left), weighted(right)
+def _first_difference(run: Run, sides: Sequence[Subject], *, names: tuple[str, str]) -> Difference:
+    ours, partners = weighted(run.left), run.followed.partners
     matched: list[tuple[Computed, Computed]] = []
-    used: set[int] = set()
-    worst, newest = 0.0, 0
-    for one in ours:
-        partner, gap = None, math.inf
-        # Parallel parts may be computed in another order, and one product there may be several
-        # here: look a little ahead, and back at what is wider than this.
-        for at in range(max(0, newest - NEAR), min(newest + 2 * NEAR, len(theirs))):
-            if at in used and theirs[at].output.numel() <= one.output.numel():
+    largest, times = 0.0, 0.0
+    for at, one in enumerate(ours):
+        if one.name == "logits" and sides[0].per_position != sides[1].per_position:
+            continue  # one of the two ends with a pooler: other numbers, not wrong ones
+        if at not in partners:
+            if _does_no_harm(run, at):
                 continue
-            found = _same(one.output, theirs[at].output)
-            if found < gap and found <= SAME:
-                partner, gap = at, found
-        if partner is None:
-            return _described(one, matched, theirs, left, right, names)
-        worst, newest = max(worst, gap), max(newest, partner)
-        used.add(partner)
-        matched.append((one, theirs[partner]))
-    return Difference(same=True, compared=len(matched), gap=worst, names=names)
+            return _described(run, at, None, matched, names)
+        for other in partners[at]:
+            enters = run.entering(at, one, other) if one.inputs and other.inputs else 0.0
+            leaves = run.rounding.excess(at, one.output, other.output)
+            if math.isfinite(enters):
+                times = max(times, enters)
+            if leaves > CLEAR or (CLEAR < enters < math.inf):
+                return _described(run, at, other, matched, names)
+            largest, times = max(largest, aligned(one.output, other.output)[0]), max(times, leaves)
+        matched.append((one, partners[at][0]))
+    return Difference(same=True, compared=len(matched), gap=largest, times=times, names=names)
+
+
+def _does_no_harm(run: Run, at: int) -> bool:
+    """True where the first module that reads an output without a counterpart reads the same.
+
+    One side's module may compute what the other side computes between its modules: a sum, say.
+    """
+    partners, ours = run.followed.partners, weighted(run.left)
+    reading = run.readers(at)
+    if not reading:
+        return True
+    first = reading[0]
+    if ours[first].name == "logits":
+        return first in partners
+    return first in partners and run.entering(first, ours[first], partners[first][0]) <= CLEAR
 
 
 def _described(
-    one: Computed,
+    run: Run,
+    at: int,
+    other: Computed | None,
     matched: Sequence[tuple[Computed, Computed]],
-    theirs: Sequence[Computed],
-    left: Sequence[Computed],
-    right: Sequence[Computed],
     names: tuple[str, str],
 ) -> Difference:
-    """Describe the first module without a counterpart, beside the first such on the other side."""
-    partners = {id(pair[1]) for pair in matched}
-    free = [other for other in theirs if id(other) not in partners]
-    alike = [other for other in free if other.output.numel() == one.output.numel()]
-    other = (alike or free or [theirs[-1]])[0]
-    # The other side may have a module that this one lacks: a norm of queries, say.
-    early = free[0] if free else other
-    inputs = min((_same(a, b) for a in one.inputs for b in other.inputs), default=math.inf)
+    """Describe the first module that differs, beside its counterpart.
+
+    Where it has none, that is the first module of its size on the other side that has none either.
+    """
+    one, theirs = weighted(run.left)[at], weighted(run.followed.calls)
+    paired = {id(call) for calls in run.followed.partners.values() for call in calls}
+    reached = {id(pair[1]) for pair in matched}
+    begin = max((i for i, call in enumerate(theirs) if id(call) in reached), default=0)
+    free = [call for call in theirs[max(0, begin - NEAR) :] if id(call) not in paired]
+    alike = [call for call in free if as_large(one.output, call.output)]
+    early = None
+    if other is None:
+        other = (alike or free or [theirs[-1]])[0]
+        # The other side may have a module that this one lacks: a norm of queries, say.
+        early = free[0] if free else None
     read_tokens = not one.inputs and not other.inputs
-    inside = inputs <= SAME or read_tokens
+    inside = read_tokens or run.entering(at, one, other) <= CLEAR
     after = (matched[-1][0].name, matched[-1][1].name) if matched else ("", "")
-    gap = gap_of(one.output, other.output)
-    values, worst = _worst(one.output, other.output)
-    scene = Scene(one, other, matched, left, right)
+    read = main_input(one), main_input(other)
+    x, y = one.output, other.output
+    if not inside and read[0] is not None and read[1] is not None:
+        x, y = read[0], read[1]
+    times = run.rounding.excess(at, x, y, entering=x is not one.output)
+    values, worst = _worst(x, y)
+    scene = Scene(one, other, matched, run.left, run.followed.calls)
     found = tuple(module_causes(scene) if inside else region_causes(scene))[:2]
-    if not found and early is not other and early.kind != one.kind:
+    if not found and early is not None and early is not other and early.kind != one.kind:
         found = (
             f"{names[1]} also computes {early.name} ({early.kind}), which {names[0]} does not",
         )
     return Difference(
         same=False,
         compared=len(matched),
-        gap=gap,
+        gap=aligned(x, y)[0],
+        times=times,
         first=one.name,
         second=other.name,
         inside=inside,
@@ -291,7 +354,24 @@ def _described(
         values=values,
         names=names,
         worst=worst,
+        container="" if inside else _returning(run.left, matched, one),
     )
+
+
+def _returning(
+    left: Sequence[Computed], matched: Sequence[tuple[Computed, Computed]], one: Computed
+) -> str:
+    """Return the module that contains the last equal one, and returns what the next reads."""
+    read = main_input(one)
+    if not matched or read is None:
+        return ""
+    last = matched[-1][0]
+    order = {id(call): i for i, call in enumerate(left)}
+    for call in left[order[id(last)] + 1 : order[id(one)]]:
+        around = last.name.startswith(f"{call.name}.")
+        if around and call.output.shape == read.shape and torch.equal(call.output, read):
+            return call.name
+    return ""
 
 
 def _worst(
@@ -329,37 +409,39 @@ def _backward_difference(
     modules: Sequence[nn.Module],
     sides: Sequence[Subject],
     tokens: Tensor,
-    traces: Sequence[Sequence[Computed]],
+    run: Run,
     forward: Difference,
     names: tuple[str, str],
 ) -> Difference:
     """Compare the gradients of weights that both sides have, from the last module to the first."""
-    gradients = [_gradients(m, s, tokens) for m, s in zip(modules, sides, strict=True)]
-    ours, theirs = weighted(traces[0]), weighted(traces[1])
-    worst, compared = forward.gap, 0
-    for one in reversed(ours):
-        for other in reversed(theirs):
-            if one.name == "logits" or _same(one.output, other.output) > SAME:
-                continue
+    eps, ours = run.rounding.eps, weighted(run.left)
+    plain = _gradients(modules[0], sides[0], tokens)
+    noise = _gradient_rounding(modules[0], sides[0], tokens, plain, eps=eps)
+    theirs = _gradients(modules[1], sides[1], tokens)
+    largest, most, compared = forward.gap, 0.0, 0
+    for at, one in reversed([*enumerate(ours)]):
+        for other in run.followed.partners.get(at, ())[:1]:
             for name, weight in own_weights(one.module).items():
-                a = gradients[0].get(f"{one.name}.{name}")
+                a = plain.get(f"{one.name}.{name}")
                 twin = next(
                     (n for n, w in own_weights(other.module).items() if close(w, weight)), None
                 )
-                b = None if twin is None else gradients[1].get(f"{other.name}.{twin}")
+                b = None if twin is None else theirs.get(f"{other.name}.{twin}")
                 if a is None or b is None or a.shape != b.shape:
                     continue
                 compared += 1
+                times = times_rounding(a, b, noise[f"{one.name}.{name}"])
                 gap = gap_of(a, b)
-                worst = max(worst, gap)
-                if gap > 10 * SAME:
-                    values, at = _worst(a, b)
+                largest, most = max(largest, gap), max(most, times)
+                if times > CLEAR_BACKWARD:
+                    values, place = _worst(a, b)
                     ratio = ratio_of(a, b)
                     cause = () if ratio is None else (f"scale: a factor of {ratio:.6g}",)
                     return Difference(
                         same=False,
                         compared=compared,
                         gap=gap,
+                        times=times,
                         stage="backward",
                         first=f"{one.name}.{name}",
                         second=f"{other.name}.{twin}",
@@ -367,19 +449,59 @@ def _backward_difference(
                         causes=cause,
                         values=values,
                         names=names,
-                        worst=at,
+                        worst=place,
                     )
-            break
-    return Difference(same=True, compared=forward.compared, gap=worst, names=names)
+    return Difference(
+        same=True,
+        compared=forward.compared,
+        gap=largest,
+        times=max(most, forward.times),
+        names=names,
+    )
 
 
-def _gradients(module: nn.Module, subject: Subject, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of each weight for one fixed combination of the logits."""
+def _gradient_rounding(
+    module: nn.Module, subject: Subject, tokens: Tensor, plain: Mapping[str, Tensor], *, eps: float
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return how much rounding changes each gradient, as sums of squares; no copies are kept."""
+    explained = {name: last_place(gradient, eps) for name, gradient in plain.items()}
+    for seed in range(RUNS):
+        again = _gradients(module, subject, tokens, eps=eps, seed=seed)
+        for name, gradient in plain.items():
+            columns, rows = squares(gradient, again.pop(name))
+            explained[name][0].add_(columns / RUNS)
+            explained[name][1].add_(rows / RUNS)
+    return explained
+
+
+def _gradients(
+    module: nn.Module, subject: Subject, tokens: Tensor, *, eps: float = 0.0, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return the gradient of each weight for one fixed combination of the logits.
+
+    With `eps`, each output of a module with weights, and its gradient, is moved by that part of
+    itself.
+    """
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
     device = next(iter(named.values())).device if named else torch.device("cpu")
-    logits = subject.logits(tokens.to(device), None).float()
-    weights = torch.randn(logits.shape, generator=seeded(5)).to(device)
-    found = torch.autograd.grad((logits * weights).sum(), [*named.values()], allow_unused=True)
+    generator = seeded(seed)
+
+    def move(part: nn.Module, args: Any, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return None
+        if result.requires_grad:
+            result.register_hook(lambda gradient: moved(gradient, eps, generator))
+        return moved(result, eps, generator)
+
+    parts = [part for part in module.modules() if eps and has_weights(part)]
+    handles = [part.register_forward_hook(move) for part in parts]
+    try:
+        logits = subject.logits(tokens.to(device), None).float()
+        weights = torch.randn(logits.shape, generator=seeded(5)).to(device)
+        found = torch.autograd.grad((logits * weights).sum(), [*named.values()], allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
     return {
         name: gradient.detach().float().cpu()
         for name, gradient in zip(named, found, strict=True)

@@ -62,14 +62,22 @@ def diff(
 
 def _compared(first: str, second: str | None, *, backward: bool, device: str) -> "Difference":
     """Compare two models, or a model with transformers' implementation of the same folder."""
+    from glassformer.adapters.folder.paths import folder_of
     from glassformer.adapters.load import load
+    from glassformer.adapters.wrapped import open_with_transformers, opener_of
     from glassformer.checks.diff import diff as compare
 
-    one = _opened(first, device)
     if second is not None:
+        one = _opened(first, device)
         return compare(one, _opened(second, device), names=(first, second), backward=backward)
     place = find_model(first, runs=Path("runs"))
-    other = load(place, backend="transformers", device=device)
+    one = load(place, device=device)
+    other: object
+    if one.spec.head_names() == ("next",):
+        other = load(place, backend="transformers", device=device)
+    else:  # an encoder continues no text, and is no model behind our contract
+        folder = folder_of(place)
+        other = open_with_transformers(folder, opener=opener_of(folder)).to(device)
     return compare(one, other, names=("ours", "transformers"), backward=backward)
 
 
