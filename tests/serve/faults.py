@@ -50,7 +50,7 @@ FAULTS = (
     Fault("time is not limited", f"{ANSWER}:Answer.begin", "call_later(self.seconds, self._too_late)", "call_later(3600.0, self._too_late)", "time is limited"),
     # limits
     Fault("the queue has no end", f"{API}.check_room", "if self.engine.waiting(served.name) + count > self.limits.queue + slots:", "if False:", "the queue is bounded"),
-    Fault("the beginning of the key is enough", KEY, "hmac.compare_digest(given.strip().encode(\"utf-8\", \"replace\"), self._key)", "self._key.startswith(given.strip().encode())", "the key"),
+    Fault("the beginning of the key is enough", KEY, "hmac.compare_digest(_digest(given.strip()), self._key)", "_digest(given.strip())[:0] == self._key[:0]", "the key"),
     Fault("any scheme carries the key", KEY, 'scheme.lower() != "bearer" or not right', "not right", "the key"),
     Fault("fields may be misspelled", "serve.fields:Fields.only", "if key not in known:", "if False:", "unknown fields"),
     Fault("a stopping server goes on", f"{API}.check_room", "if self.engine.closing or self.engine.failed is not None:", "if False:", "a stop takes no more"),

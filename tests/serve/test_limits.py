@@ -91,6 +91,72 @@ def test_the_key_is_needed_everywhere_but_for_health(locked):
     assert caught.value.code == "invalid_api_key"
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "a-long-key"},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer\ta-long-key"},
+        {"authorization": "Bearera-long-key"},
+        {"authorization": "Bearer a-long-keyy"},
+        {"authorization": "Bearer A-LONG-KEY"},
+        {"authorization": 'Bearer "a-long-key"'},
+        {"authorization": "Bearer a-long-key, Bearer b"},
+        {"authorization": "Bearer other a-long-key"},
+        {"authorization": "Token a-long-key"},
+        {"authorization": "Basic YS1sb25nLWtleQ=="},
+        {"authorization": b"Bearer a-long-ke\xe9"},
+        {"authorization": b"Bearer " + b"\xff" * 5_000},
+        {"proxy-authorization": "Bearer a-long-key"},
+        {"api-key": "a-long-key"},
+        {"x-api-key": "a-long-key"},
+        {"cookie": "api_key=a-long-key"},
+    ],
+)
+def test_a_key_in_another_form_is_no_key(locked, headers, capfd):
+    for path in (
+        "/v1/models",
+        "/v1/models?api_key=a-long-key",
+        "/health/../v1/models",
+        "//v1/models",
+    ):
+        found = get(locked, path, **headers)
+        assert found.status_code == 401, path
+        assert "a-long-key" not in found.text.replace("api_key=a-long-key", "")
+    out, err = capfd.readouterr()
+    assert "a-long-k" not in out + err
+
+
+def test_a_key_that_comes_twice_is_refused(locked):
+    async def work(client):
+        both = [("authorization", "Bearer a-long-key"), ("authorization", "Bearer other")]
+        return await client.get("/v1/models", headers=both)
+
+    assert locked.ask(work).status_code == 400
+
+
+def test_the_right_key_may_be_written_as_rfc_6750_lets_it_be(locked):
+    for text in ("Bearer a-long-key", "bearer a-long-key", "BEARER   a-long-key"):
+        assert get(locked, "/v1/models", authorization=text).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(locked, monkeypatch):
+    """By their hashes, of one length, whatever comes; the scheme does not shorten it."""
+    seen = []
+
+    def compare(a, b):
+        seen.append((len(a), len(b)))
+        return hmac_compare(a, b)
+
+    hmac_compare = app.hmac.compare_digest
+    monkeypatch.setattr(app.hmac, "compare_digest", compare)
+    for text in ("", "Basic a-long-key", "Bearer a", "Bearer a-long-key", "Bearer " + "x" * 4_000):
+        get(locked, "/v1/models", authorization=text)
+    assert seen == [(32, 32)] * 5
+
+
 def test_bodies_and_answers_have_limits(locked):
     key = {"authorization": "Bearer a-long-key"}
     long = {**CHAT, "messages": [{"role": "user", "content": "x" * 3_000}]}
@@ -303,6 +369,52 @@ def test_sigterm_has_a_deadline_and_a_second_signal_ends_at_once(house, monkeypa
     assert codes == [143, 143]
     server.handle_exit(signal.SIGINT, None)
     assert codes == [143, 143, 130]
+
+
+def test_a_long_text_is_refused_before_it_is_tokenized(zoo, monkeypatch):
+    """By its characters: no token stands for more than the longest one."""
+    counted = []
+    for served in zoo.engine.models.values():
+        encode = served.tokenizer.encode
+        monkeypatch.setattr(
+            type(served.tokenizer),
+            "encode",
+            lambda self, text, encode=encode: counted.append(len(text)) or encode(text),
+        )
+    long = "the cat " * 100_000
+
+    async def work(client):
+        asked = (
+            ("completions", {"model": "tiny", "prompt": long}, "prompt"),
+            ("completions", {"model": "tiny", "prompt": ["a", long]}, "prompt"),
+            ("embeddings", {"model": "bert", "input": ["the", long]}, "input"),
+            (
+                "chat/completions",
+                {"model": "tiny", "messages": [{"role": "user", "content": long}]},
+                "messages",
+            ),
+        )
+        return [(await client.post(f"/v1/{path}", json=body), param) for path, body, param in asked]
+
+    for found, param in zoo.ask(work):
+        assert found.status_code == 400
+        assert found.json()["error"]["code"] == "context_length_exceeded"
+        assert found.json()["error"]["param"] == param
+        assert "characters" in found.json()["error"]["message"]
+    assert max(counted, default=0) < 1_000
+
+
+def test_errors_quote_the_beginning_of_a_long_value(house):
+    begin = time.process_time()
+    for body in (
+        {"x" * 3_000_000: 1},
+        {**CHAT, "seed": "x" * 3_000_000},
+        {**CHAT, "stop": [1] * 10**6},
+    ):
+        found = post(house, body)
+        assert found.status_code == 400
+        assert len(found.text) < 1_000
+    assert time.process_time() - begin < 3
 
 
 def test_a_stopping_server_takes_no_more(folder):

@@ -7,7 +7,8 @@ import openai
 import pytest
 
 from glassformer.spec.decoding import DecodeSpec
-from tests.serve.conftest import HELLO
+from tests.adapters.folders import write_model
+from tests.serve.conftest import HELLO, House
 
 SAMPLED = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 5, "temperature": 0.8}
 
@@ -27,7 +28,7 @@ def test_a_chat(house):
 def test_the_tokens_are_those_of_generate(house):
     """Row 0 samples as the offline loop does, from the same logits."""
     served = house.served
-    ids = served.chat_ids(HELLO)
+    ids = served.tokenizer.encode(served.chat_text(HELLO))
     spec = DecodeSpec(
         max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=20, seed=5, eos=served.eos,
         forbidden=served.nameless,
@@ -125,6 +126,100 @@ def test_completions_take_texts_and_ids(house):
     assert "".join(logprobs.tokens) == one.choices[0].text
     assert len(logprobs.top_logprobs[0]) == 2
     assert logprobs.text_offset[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ([1, 10**6], "1000000"),
+        ([[1], [2, -1]], "-1"),
+        ([1, 2**70], str(2**70)[:20]),
+        ([[1], []], None),
+        ([[]], None),
+        ([[1], "text", [2.0]], None),
+        ([1, True], None),
+        ([1, "2"], None),
+    ],
+)
+def test_ids_that_are_none_are_named(house, prompt, name):
+    async def work(client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="tiny", prompt=prompt)
+        return caught.value
+
+    error = house.run(work)
+    assert error.param == "prompt"
+    if name is not None:
+        last = house.served.spec.vocab_size - 1
+        assert f"{name} is no token of 'tiny'; ids go from 0 to {last}" in error.message
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A model's folder without its tokenizer, beside one that has it."""
+    place = tmp_path_factory.mktemp("bare")
+    (place / "ids").mkdir()
+    kept = ("config.json", "generation_config.json", "model.safetensors")
+    for file in write_model(place / "ids").iterdir():
+        if file.name not in kept:
+            file.unlink()
+    (place / "texts").mkdir()
+    made = House(write_model(place / "texts"), place / "ids")
+    yield made
+    made.close()
+
+
+def test_a_model_without_a_tokenizer_continues_ids(bare):
+    """The same ids as with one; its texts are the ids."""
+    served = bare.engine.models["ids"]
+    assert served.capabilities() == ["tokens"]
+    assert "no tokenizer" in served.described()
+    assert served.eos
+    prompt = list(bare.served.text_ids("the mat")[0])
+    asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 1}
+
+    async def work(client):
+        texts = await client.completions.create(model="tiny", **asked)
+        ids = await client.completions.create(model="ids", **asked, echo=True)
+        parts = [
+            part.choices[0].text
+            async for part in await client.completions.create(
+                model="ids", prompt=[prompt, prompt], max_tokens=6, temperature=0, stream=True
+            )
+            if part.choices[0].index == 1
+        ]
+        return texts.choices[0], ids.choices[0], "".join(parts)
+
+    text, ids, streamed = bare.run(work)
+    made = list(map(int, ids.text.split()))
+    assert made[: len(prompt)] == prompt
+    assert bare.served.tokenizer.decode(made[len(prompt) :]) == text.text
+    assert list(map(int, streamed.split())) == made[len(prompt) :]
+    assert ids.logprobs.tokens[: len(prompt)] == list(map(str, prompt))
+    assert ids.finish_reason == text.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("completions", {"prompt": "the"}, "give token ids"),
+        ("completions", {"prompt": [1], "stop": "x"}, "stop strings need a tokenizer"),
+        (
+            "completions",
+            {"prompt": [1], "response_format": {"type": "json_object"}},
+            "no tokenizer",
+        ),
+        ("chat/completions", {"messages": HELLO}, "no chat template"),
+        ("embeddings", {"input": "the"}, "no tokenizer"),
+    ],
+)
+def test_what_needs_texts_is_refused_without_a_tokenizer(bare, path, body, words):
+    async def work(client):
+        return await client.post(f"/v1/{path}", json={"model": "ids", **body})
+
+    found = bare.ask(work)
+    assert found.status_code == 400
+    assert words in found.json()["error"]["message"]
 
 
 def test_a_regular_expression(house):

@@ -125,7 +125,7 @@ def test_a_text_that_is_too_long_is_refused(zoo):
 def test_penalties_are_their_definition(house, given):
     """OpenAI's formula over the model's own logits, recomputed from the start at every token."""
     served = house.served
-    ids, made = list(served.chat_ids(HELLO)), []
+    ids, made = served.tokenizer.encode(served.chat_text(HELLO)), []
     closed = list(served.nameless)
     with torch.no_grad():
         while len(made) < 24 and not set(made) & set(served.eos):

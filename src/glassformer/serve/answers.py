@@ -115,7 +115,7 @@ class Answer:
                         "The model's logits are not numbers", status=500, kind="server_error"
                     )
                 place = self.places[id(row)]
-                text = self.style.take(place, tokens, row.shown(tokens))
+                text = self.style.take(place, tokens, self.style.shown(row, tokens))
                 if finish is not None:
                     self.left.discard(id(row))
                     self.engine.count(self.served.name, FINISH[finish])
@@ -248,8 +248,15 @@ class Style(ABC):
         }
 
     def token_text(self, token: int) -> str:
-        """Return a token's own text."""
-        return self.served.tokenizer.decode([token])
+        """Return a token's own text; without a tokenizer its id."""
+        tokenizer = self.served.tokenizer
+        return str(token) if tokenizer is None else tokenizer.decode([token])
+
+    def shown(self, row: Continuation, new: Sequence[NewToken]) -> str:
+        """Return the text that new tokens add; without a tokenizer a blank and the id of each."""
+        if self.served.tokenizer is not None:
+            return row.shown(new)
+        return "".join(f" {one.token}" for one in new if not one.is_end and one.token != NOTHING)
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the chunks before the first token."""
@@ -440,7 +447,10 @@ class Completion(Style):
         if not self.asked.echo:
             return ""
         prompt = self.asked.prompts[place // self.asked.generation.choices]
-        return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(list(prompt))
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self.served.tokenizer
+        return " ".join(map(str, prompt)) if tokenizer is None else tokenizer.decode(prompt)
 
     def _prompt(self, place: int) -> list[Scored]:
         """Return the tokens of a prompt with their log-probabilities, if they were requested."""

@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glassformer.adapters.embed import Embeddings, vector_width
+from glassformer.adapters.embed import Embeddings, vector_limit, vector_width
 from glassformer.generation.batching import Continuation
 from glassformer.generation.constraint import Constraint
 from glassformer.kernels.matmul import machine
@@ -199,14 +199,14 @@ class _Guard(Guard):
             path_bytes=limits.path_bytes,
             proxied=allow_hosts,
         )
-        self._key = None if api_key is None else api_key.encode()
+        self._key = None if api_key is None else _digest(api_key)
 
     def check_secret(self, scope: Scope, headers: dict[str, str]) -> None:
         """Compare the key; `/health` needs none."""
         if self._key is None or scope["path"] == "/health":
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key)
+        right = hmac.compare_digest(_digest(given.strip()), self._key)  # of one length, always
         if scheme.lower() != "bearer" or not right:
             raise WrongKey("incorrect API key provided")
 
@@ -217,6 +217,10 @@ class _Guard(Guard):
         code = "invalid_api_key" if isinstance(error, WrongKey) else None
         answer = problem(BadRequest(message + hint, status=error.status, code=code))
         await answer(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -237,7 +241,9 @@ class _Api:
         self.engine = engine
         self.limits = limits
         self.formats = {
-            name: Formats(name, served.tokenizer) for name, served in engine.models.items()
+            name: Formats(name, served.tokenizer)
+            for name, served in engine.models.items()
+            if served.tokenizer is not None
         }
         self.builders = Builders()
         self.checking = anyio.CapacityLimiter(limits.workers)
@@ -343,9 +349,12 @@ class _Api:
     def _chat_rows(
         self, served: Served, asked: ChatRequest, client: str, constraint: Constraint | None
     ) -> list[Continuation]:
-        ids = served.chat_ids(
+        text = served.chat_text(
             asked.messages, tools=asked.tools or None, options=asked.template_options
         )
+        _check_length(served, text, served.context, param="messages")
+        assert served.tokenizer is not None
+        ids = served.tokenizer.encode(text)
         generation = asked.generation
         if asked.tools and not asked.parallel:  # a call is read also without its closing mark
             generation = replace(generation, stop=(*generation.stop, CLOSE))
@@ -390,6 +399,15 @@ class _Api:
             if one == "":
                 raise BadRequest("The prompt is empty", param="prompt", code="invalid_value")
             if isinstance(one, str):
+                if served.tokenizer is None:
+                    raise BadRequest(
+                        f"'{served.name}' has no tokenizer; give token ids",
+                        param="prompt",
+                        code="unsupported_model",
+                    )
+                encoder = served.spec.encoder is not None
+                most = served.spec.max_seq_len if encoder else served.context
+                _check_length(served, one, most, param="prompt")
                 try:
                     prompts.append(served.text_ids(one))
                 except InputError as error:  # a word that a small vocabulary does not have
@@ -397,7 +415,7 @@ class _Api:
             elif served.spec.encoder is None:
                 prompts.append((one, None))
             else:
-                begin = served.tokenizer.bos
+                begin = None if served.tokenizer is None else served.tokenizer.bos
                 prompts.append(((0 if begin is None else begin,), one))
         return self.rows(
             served,
@@ -429,6 +447,8 @@ class _Api:
                 code="unsupported_parameter",
             )
         self.check_room(served, 1)
+        for text in asked.texts:
+            _check_length(served, text, vector_limit(served.adapter), param="input")
         found: list[Embeddings] = []
         with anyio.move_on_after(self.limits.seconds) as clock:
             for text in asked.texts:
@@ -482,6 +502,12 @@ class _Api:
         """Return the constraint of a format, built in a process of its own; kept for the next."""
         if wanted is None:
             return None
+        if served.tokenizer is None:
+            raise BadRequest(
+                f"'{served.name}' has no tokenizer, and a form is one of texts",
+                param=param,
+                code="unsupported_model",
+            )
         seconds = min(PATIENCE, self.limits.seconds)
         with anyio.move_on_after(seconds):
             try:
@@ -610,6 +636,18 @@ def _format(wanted: ResponseFormat) -> dict[str, Any] | None:
             return {"kind": wanted.kind}
         case "json_schema":
             return {"kind": wanted.kind, "schema": wanted.schema}
+
+
+def _check_length(served: Served, text: str, tokens: int, *, param: str) -> None:
+    """Refuse a text that cannot fit before it is tokenized."""
+    most = served.most_characters(text, tokens)
+    if most is not None:
+        raise BadRequest(
+            f"This model's maximum context length is {tokens} tokens, at most {most:,} characters, "
+            f"and the text has {len(text):,}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _check_prompt(served: Served, ids: Sequence[int], *, most: int, param: str) -> None:

@@ -6,6 +6,7 @@ needs the model (embeddings), so that nothing competes with a step for the proce
 """
 
 import asyncio
+import functools
 import math
 import re
 import threading
@@ -48,6 +49,8 @@ EVENT_SECONDS = 1e-4
 #: Seconds between two events of a stream at least: nobody reads faster, and one that is written for
 #: each token costs a small model a tenth of its speed.
 READING_SECONDS = 0.02
+#: Characters that a token is taken to stand for, before its tokenizer is looked at.
+LEAST_CHARACTERS = 16
 #: Upper ends of the histograms' buckets, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -76,15 +79,12 @@ class Served:
                 f"{name[:60]!r} is no name for a model",
                 hint="letters, digits and . _ - @ : + /; --name gives another",
             )
-        if adapter.get_tokenizer() is None:
-            raise InputError(
-                f"{name} has no tokenizer, so it reads no text",
-                hint="put the tokenizer's files into its folder",
-            )
         self.name = name
         self.adapter = adapter.eval()
         self.spec = adapter.spec
-        self.no_text, self.no_vectors = _no_text(adapter.spec), no_vectors(adapter)
+        self.tokenizer: Tokenizer | None = adapter.get_tokenizer()
+        bare = "" if self.tokenizer is not None else "it has no tokenizer, so it reads no text"
+        self.no_text, self.no_vectors = _no_text(adapter.spec), bare or no_vectors(adapter)
         if self.no_text and self.no_vectors:
             raise InputError(
                 f"{name} has nothing to serve: {self.no_text}, and {self.no_vectors}",
@@ -92,9 +92,10 @@ class Served:
             )
         self.created = int(time.time())
         self.kv_cache = kv_cache
-        self.tokenizer: Tokenizer = adapter.tokenizer
-        self.eos = adapter.end_ids()
-        self.nameless = adapter.nameless_ids()
+        self.eos: tuple[int, ...] = ()
+        self.nameless: tuple[int, ...] = ()
+        if self.tokenizer is not None:
+            self.eos, self.nameless = adapter.end_ids(), adapter.nameless_ids()
         # OpenAI's default is 1; the model's folder may suggest others.
         self.settings: Mapping[str, Any] = {"temperature": 1.0}
         self.template: ChatTemplate | None = None
@@ -120,14 +121,16 @@ class Served:
         defaults = generation_defaults(folder)
         greedy = {"temperature": 0.0} if defaults.do_sample is False else {}
         self.settings = {**self.settings, **defaults.settings, **greedy}
-        if read_templates(folder):
+        if self.tokenizer is None:
+            self.eos = tuple(one for one in defaults.eos if one < self.spec.vocab_size)
+        elif read_templates(folder):
             self.template = read_chat(folder)
             own = self.tokenizer.eos  # any end of the model or of its tokenizer stops an answer
             self.eos = tuple(dict.fromkeys((*self.eos, *([] if own is None else [own]))))
 
     def capabilities(self) -> list[str]:
         """Return what can be requested of it, beside OpenAI's fields of a model."""
-        text = [] if self.no_text else ["text"]
+        text = [] if self.no_text else ["tokens"] if self.tokenizer is None else ["text"]
         chat = [] if self.no_text or self.template is None else ["chat"]
         return [*text, *chat, *([] if self.no_vectors else ["embeddings"])]
 
@@ -140,6 +143,7 @@ class Served:
             )
         slots = self._batcher.slots
         chat = "chat and text" if self.template is not None else "text (it has no chat template)"
+        chat = "token ids (it has no tokenizer)" if self.tokenizer is None else chat
         form = "" if self.kv_cache == "float" else f" (keys and values in {self.kv_cache})"
         share = "" if slots.cuts_prompts else "; one sequence at a time"
         alone = "" if slots.invariant else "; answers may depend on company (--invariant)"
@@ -164,22 +168,35 @@ class Served:
         assert self._batcher is not None
         return self._batcher
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token of a text stands for; at least LEAST_CHARACTERS."""
+        assert self.tokenizer is not None
+        decode, ids = self.tokenizer.decode, range(self.tokenizer.vocab_size)
+        return max(LEAST_CHARACTERS, max(len(decode([token])) for token in ids))
+
+    def most_characters(self, text: str, tokens: int) -> int | None:
+        """Return how long a text of so many tokens can be, if this one is longer; else None."""
+        if len(text) <= tokens * LEAST_CHARACTERS or len(text) <= tokens * self.longest_token:
+            return None
+        return tokens * self.longest_token
+
     def text_ids(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Return the ids of a text to continue, and those that an encoder reads."""
+        assert self.tokenizer is not None
         prompts = text_prompt(self.spec, self.tokenizer, text)
         return prompts.tokens[0], None if prompts.sources is None else prompts.sources[0]
 
-    def chat_ids(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """Return the ids of a conversation, with the beginning of the model's turn."""
+    ) -> str:
+        """Return a conversation as text, with the beginning of the model's turn."""
         assert self.template is not None
-        text = self.template.render(messages, tools=tools, options=options)
-        return tuple(self.tokenizer.encode(text))
+        return self.template.render(messages, tools=tools, options=options)
 
     def embedding(self, text: str, *, pooling: Readout | None) -> Embeddings:
         """Return the vector of one text, which is not shortened: too long a one is refused."""

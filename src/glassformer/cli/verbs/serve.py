@@ -42,7 +42,8 @@ def serve(
         typer.Option(
             envvar="GLASS_API_KEY",
             metavar="KEY",
-            help="Requests must carry it; needed where others can reach --host.",
+            help="Requests must carry it; needed where others can reach --host. GLASS_API_KEY keeps "
+            "it out of the list of processes.",
         ),
     ] = None,
     allow_host: Annotated[
@@ -81,8 +82,8 @@ def serve(
 
     On a CPU an answer does not depend on what else is being served; on a GPU its last bits may,
     unless --invariant is given. Applications talk to the address that it prints; curl
-    ADDRESS/v1/models lists the models. Ctrl-C finishes what is running; a second one ends at once.
-    Examples:
+    ADDRESS/v1/models lists the models. Ctrl-C finishes what is running, SIGTERM what ends within
+    8 seconds; a second signal ends at once. Examples:
 
       glass serve Qwen/Qwen3-0.6B
 
@@ -127,6 +128,25 @@ def serve(
     )
 
 
+#: Characters of an API key at least.
+SHORTEST_KEY = 8
+
+
+def _check_key(key: str | None) -> None:
+    """Refuse a key that is easily guessed, or that no header can carry; never show it."""
+    if key is None:
+        return
+    if len(key) < SHORTEST_KEY:
+        raise InputError(
+            f"an API key of fewer than {SHORTEST_KEY} characters", hint="openssl rand -hex 16"
+        )
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise InputError(
+            "an API key with a character that a header cannot carry: no blanks, ASCII only",
+            hint="openssl rand -hex 16",
+        )
+
+
 def _serve(
     places: Mapping[str, str],
     *,
@@ -152,9 +172,7 @@ def _serve(
     from glassformer.serve.engine import Engine, Served
     from glassformer.serve.http import is_loopback, listen, reachable_host
 
-    if api_key is not None and (not api_key.isascii() or len(api_key) < 8):
-        what = "an API key has 8 characters at least, all of them ASCII"
-        raise InputError(what, hint="openssl rand -hex 16")
+    _check_key(api_key)
     if not is_loopback(host) and api_key is None:
         raise InputError(
             f"{host} can be reached from other machines",
