@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,13 +93,14 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-@pytest.fixture(scope="session")
-def site(laboratory: Path) -> Iterator[Site]:
-    """The server in a thread of its own, on a port of its own."""
+@contextmanager
+def serving(runs: Path, port: int = 0) -> Iterator[Site]:
+    """The server in a thread of its own; port 0 takes a free one."""
     listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", port))
     port, token = listening.getsockname()[1], secrets.token_urlsafe(16)
-    app = create_app(laboratory, token=token, port=port)
+    app = create_app(runs, token=token, port=port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
@@ -106,9 +108,16 @@ def site(laboratory: Path) -> Iterator[Site]:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
     url = f"http://127.0.0.1:{port}"
-    yield Site(url=url, token=token, runs=laboratory, workspace=app.state.workspace)
+    yield Site(url=url, token=token, runs=runs, workspace=app.state.workspace)
     server.should_exit = True
     thread.join(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def site(laboratory: Path) -> Iterator[Site]:
+    """The server over the laboratory."""
+    with serving(laboratory) as site:
+        yield site
 
 
 # Of the package, not the session: Playwright's event loop must be gone when others start theirs.

@@ -1,48 +1,29 @@
 """The shell: the token, other tabs, focus, the run that goes along, what is shown first."""
 
 import re
-import secrets
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
 import glassformer as gf
-from glassformer.web.app.server import create_app
-from tests.browser.conftest import Opener, Site, Watch
+from tests.browser.conftest import Opener, Site, Watch, serving
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., tuple[str, str]]]:
     """serve(folder, port): (address, token) of another server; 0 takes a free port."""
-    running = []
+    running = ExitStack()
 
     def served(folder: Path, port: int = 0) -> tuple[str, str]:
-        for server, thread in running:  # one at a time: a restart takes the same port
-            server.should_exit = True
-            thread.join(timeout=10)
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
-        port, token = listening.getsockname()[1], secrets.token_urlsafe(16)
-        app = create_app(folder, token=token, port=port)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        running.append((server, thread))
-        return f"http://127.0.0.1:{port}", token
+        running.close()  # one at a time: a restart takes the same port
+        found = running.enter_context(serving(folder, port))
+        return found.url, found.token
 
-    yield served
-    for server, thread in running:
-        server.should_exit = True
-        thread.join(timeout=10)
+    with running:
+        yield served
 
 
 def ready(page: Page) -> None:

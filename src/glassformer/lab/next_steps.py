@@ -17,7 +17,7 @@ import torch
 
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.task import Task
-from glassformer.data.tokenizers.vocab import Tokenizer, Vocab
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import duration
 from glassformer.lab.show import model_lines, training_lines
@@ -34,6 +34,8 @@ Commands = list[tuple[str, str]]
 FEW_STEPS, RATES_SECONDS = 100, 86_400
 #: Seconds of measuring, and tokens of a prompt made from an example.
 MEASURED_SECONDS, PROMPT = 0.6, 8
+#: A prompt for a model of any language that knows it, and the tokens tried for one that does not.
+PHRASE, OWN_TOKENS = "Once upon a time", 1_000
 
 
 def before_training(run: TrainingRun, *, threads: int) -> list[str]:
@@ -270,8 +272,23 @@ def example_prompt(task: Task) -> str:
 
 
 def model_prompt(tokenizer: Tokenizer | None) -> str:
-    """Return a prompt for a model whose task is not known: words that its tokenizer has."""
-    if not isinstance(tokenizer, Vocab):
-        return "Once upon a time"
-    special = {tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.sep}
-    return " ".join([name for i, name in enumerate(tokenizer.names) if i not in special][:3])
+    """Return a prompt for a model whose task is not known: a phrase, else tokens of its own."""
+    if tokenizer is None or _reads(tokenizer, PHRASE):
+        return PHRASE
+    special = {tokenizer.pad, tokenizer.bos, tokenizer.eos, getattr(tokenizer, "sep", None)}
+    ids: list[int] = []
+    for i in range(min(tokenizer.vocab_size, OWN_TOKENS)):
+        if i not in special and _reads(tokenizer, tokenizer.decode([*ids, i])):
+            ids.append(i)
+        if len(ids) == 3:
+            break
+    return tokenizer.decode(ids) if ids else PHRASE
+
+
+def _reads(tokenizer: Tokenizer, text: str) -> bool:
+    """Return True if a text survives the tokenizer, but for capitals and marks around it."""
+    try:
+        seen = tokenizer.decode(tokenizer.encode(text))
+    except InputError:
+        return False
+    return bool(text.strip()) and text.casefold() in seen.casefold()

@@ -27,6 +27,10 @@ SOURCE = re.compile(r"(?P<module>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+class OwnCodeRefused(InputError):
+    """Code of a run's or a model's author that the user has not allowed to run."""
+
+
 class Settings(Mapping[str, Any]):
     """Options by name: texts, numbers, true or false, and lists of them. Frozen and hashable."""
 
@@ -348,7 +352,7 @@ def _refusal(part: OwnPart, module: str) -> InputError:
     names = [path.name for path, _ in _ALLOWED.files.values()]
     if Path(module).name in names:
         return _changed(part, module)
-    return InputError(
+    return OwnCodeRefused(
         f"this needs code of its author's own, {part.source}, which is not run unless you allow it",
         hint=f"{{--own-code {module}|glassformer.spec.own.allow_own_code({module!r})}}, if you "
         "have read that file and trust it",

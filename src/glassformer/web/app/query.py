@@ -12,6 +12,7 @@ from typing import Any
 from glassformer.lab.runs.table import OutsideRun
 from glassformer.serve.http import Refusal
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
+from glassformer.spec.own import OwnCodeRefused
 from glassformer.spec.serialize import json_numbers
 from glassformer.web.app import limits
 
@@ -237,4 +238,11 @@ def status_of(error: GlassError) -> int:
 
 def problem(error: GlassError) -> dict[str, Any]:
     """Return what the page shows for an error."""
-    return {"error": {"what": error.what, "where": error.where, "hint": error.hint}}
+    return {"error": {"what": error.what, "where": error.where, "hint": page_hint(error)}}
+
+
+def page_hint(error: GlassError) -> str:
+    """Return a hint in terms of `glass explore`, which started the page."""
+    hint = error.in_command().hint
+    restart = hint and isinstance(error, OwnCodeRefused)
+    return f"start the page again: glass explore {hint}" if restart else hint

@@ -242,8 +242,8 @@ class _Problem(Response):
     """An error as its three fields; the path of the runs folder on the disk is left out."""
 
     def __init__(self, error: GlassError, root: Path) -> None:
-        parts = (_without(text, root) for text in (error.what, error.where, error.hint))
-        what, where, hint = parts
+        told = error.in_command()  # which is how the page was started
+        what, where, hint = (_without(text, root) for text in (told.what, told.where, told.hint))
         self.error = type(error)(what, where=where, hint=hint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

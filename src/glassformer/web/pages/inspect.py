@@ -26,8 +26,8 @@ from glassformer.spec.tasks import FinetuneTask
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import cache_folder
 from glassformer.web.app import limits
-from glassformer.web.app.query import Bytes, Query, Route, TooLarge, Unknown
-from glassformer.web.app.workspace import Workspace, kind_of
+from glassformer.web.app.query import Bytes, Query, Route, TooLarge, Unknown, page_hint
+from glassformer.web.app.workspace import Workspace, kind_of, written_at
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
@@ -110,6 +110,23 @@ def _begin(batch: Batch, tokenizer: Tokenizer) -> int:
     return int("next" in batch.targets and batch.tokens[0][0] == tokenizer.bos)
 
 
+def first_prompt(name: str, workspace: Workspace) -> str:
+    """Return a prompt for a model of which no example is here: one that its tokenizer reads."""
+    from glassformer.adapters.folder.paths import load_tokenizer
+    from glassformer.lab.next_steps import model_prompt
+
+    try:
+        folder = workspace.checkpoint(name)
+        key = ("prompt", folder, written_at(folder))
+        prompt: str | None = workspace.results.find(key)
+        if prompt is None:
+            prompt = model_prompt(load_tokenizer(folder))
+            workspace.results.put(prompt, key=key)
+        return prompt
+    except (InputError, FileError):  # it is told when the prompt is read
+        return model_prompt(None)
+
+
 def example_of(task: Task | None, split: str, row: int) -> Example:
     """Return one example, with the text and target that stand for it."""
     if task is None or split not in task.sizes():
@@ -156,13 +173,23 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
     """List what can be inspected in a run: its checkpoints, its splits, some examples of one.
 
     `note`: why a run's own examples cannot be shown, if its data is not here or has changed.
+    `prompt`: a first text for the model.
     """
     query.only("split")
     name = query.text("id")
-    nothing: dict[str, Any] = {"run": name, "checkpoints": [], "snapshots": [], "watched": []}
     if kind_of(workspace.folder(name)) != "run":
-        nothing["precisions"] = PRECISIONS
-        return nothing | {"splits": {}, "split": None, "examples": [], "note": ""}
+        return {
+            "run": name,
+            "precisions": PRECISIONS,
+            "prompt": first_prompt(name, workspace),
+            "checkpoints": [],
+            "snapshots": [],
+            "watched": [],
+            "splits": {},
+            "split": None,
+            "examples": [],
+            "note": "",
+        }
     from glassformer.lab.runs.artifacts import probe_files
     from glassformer.lab.runs.record import load_run_spec
     from glassformer.web.pages.inspect_results import SPLIT, probed_rows
@@ -172,11 +199,13 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
     try:
         task = task_of(name, workspace)
     except (InputError, FileError) as error:
-        task, note = None, error.what
+        hint = page_hint(error)
+        task, note = None, error.what + (f" ({hint})" if hint else "")
     splits = dict(task.sizes()) if task is not None else {}
     if split not in splits:
         split = SPLIT if SPLIT in splits else next(iter(splits), "")
     first = probed_rows(directory) if split == SPLIT else []
+    examples = offered(task, split, first=first) if task is not None and split else []
     return {
         "run": name,
         "precisions": ["float32", *_fitting(load_run_spec(directory).model)],
@@ -187,7 +216,8 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
         "watched": first,
         "splits": splits,
         "split": split or None,
-        "examples": offered(task, split, first=first) if task is not None and split else [],
+        "examples": examples,
+        "prompt": examples[0]["prompt"] if examples else first_prompt(name, workspace),
         "note": note,
     }
 

@@ -4,6 +4,7 @@ Pictures and tables are made here, as trees of elements: the page only builds th
 click or a choice changes in the address stands in `data-go` and `data-param` of an element.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -14,18 +15,22 @@ from glassformer.lens.show.block_picture import Element, inside_picture
 from glassformer.lens.show.diagram import Diagram
 from glassformer.lens.show.outline import Layer, Part, outline
 from glassformer.lens.show.text import shown
-from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.manifest import Parameter
 from glassformer.spec.model import ModelSpec, tap_shapes
 from glassformer.web.app.query import Query, Route
 from glassformer.web.app.workspace import Workspace, kind_of, written_at
-from glassformer.web.pages.inspect import example_of, inspect_example, requested_example, task_of
+from glassformer.web.pages.inspect import (
+    example_of,
+    first_prompt,
+    inspect_example,
+    requested_example,
+    task_of,
+)
 
 if TYPE_CHECKING:
     from glassformer.lens.inspection import Inspection
 
-#: A prompt for a model whose training text is not known.
-PROMPT = "The quick brown fox jumps over the lazy"
 #: Parameters that a table lists.
 LISTED = 40
 
@@ -237,15 +242,20 @@ def way(query: Query, workspace: Workspace) -> dict[str, Any]:
 
 
 def _first_example(query: Query, workspace: Workspace, name: str) -> Any:
-    """Return the requested prompt or example; without one, the task's first, or a sentence."""
+    """Return the requested prompt or example; without one, the task's first, or some tokens."""
     if query.has("row") or query.has("text"):
         return requested_example(query, workspace, run=name)
     if kind_of(workspace.folder(name)) == "run":
-        task = task_of(name, workspace)
-        if task is not None:
-            sizes = task.sizes()
-            return example_of(task, "val" if "val" in sizes else next(iter(sizes)), 0)
-    return requested_example(Query(body={"text": PROMPT}), workspace, run=name)
+        with contextlib.suppress(
+            InputError, FileError
+        ):  # its data is not here, or its code not run
+            task = task_of(name, workspace)
+            if task is not None:
+                sizes = task.sizes()
+                return example_of(task, "val" if "val" in sizes else next(iter(sizes)), 0)
+    return requested_example(
+        Query(body={"text": first_prompt(name, workspace)}), workspace, run=name
+    )
 
 
 def _tokens(seen: "Inspection", position: int) -> Element:

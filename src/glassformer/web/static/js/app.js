@@ -6,19 +6,19 @@ import * as keys from "./keys.js";
 import { Router, href } from "./router.js";
 import * as theme from "./theme.js";
 
+/** Title, module, and the parameter that names what a page is about: for another one the page is made anew. */
 const PAGES = {
-  inspect: ["Inspect", () => import("./inspect.js")],
-  model: ["Model", () => import("./model.js")],
+  inspect: ["Inspect", () => import("./inspect.js"), "run"],
+  model: ["Model", () => import("./model.js"), "run"],
   runs: ["Runs", () => import("./runs.js")],
-  sweeps: ["Sweeps", () => import("./sweeps.js")],
-  errors: ["Errors", () => import("./errors.js")],
+  sweeps: ["Sweeps", () => import("./sweeps.js"), "sweep"],
+  errors: ["Errors", () => import("./errors.js"), "run"],
   design: ["Design", () => import("./design.js")],
-  generate: ["Generate", () => import("./generate.js")],
-  quantize: ["Quantize", () => import("./quantize.js")],
+  generate: ["Generate", () => import("./generate.js"), "run"],
+  quantize: ["Quantize", () => import("./quantize.js"), "run"],
 };
 const $ = (id) => document.getElementById(id);
-let shown = null; // {name, handle}
-let turn = 0; // a page that loads slowly must not overtake the next one
+let shown = null; // {name, subject, handle}: one page about one run; what it draws later than the next page is lost
 
 function announce(text) {
   $("announce").textContent = "";
@@ -49,7 +49,6 @@ function alert(error) {
 async function enter() {
   if (entering) return;
   entering = true;
-  turn += 1;
   shown?.handle?.unmount(); // it must not go on asking
   shown = null;
   $("copies").hidden = true;
@@ -81,14 +80,18 @@ function askForToken() {
 async function show({ name, params }) {
   if (!PAGES[name]) { router.replace("inspect", {}); return; }
   carry(params.run);
-  if (shown?.name === name && shown.handle) {
-    try { await shown.handle.update(params); } catch (error) { alert(error); }
-    return;
+  const [label, load, about] = PAGES[name];
+  const subject = params[about] ?? null;
+  const again = shown?.name === name;
+  if (again && shown.handle) {
+    shown.subject ??= shown.handle.subject ?? null; // of an address without a run, the page has chosen one
+    if (shown.subject === subject) { await renew(shown, params); return; }
   }
-  const mine = ++turn;
+  const first = shown === null;
+  const held = again ? document.activeElement?.name : null;
   shown?.handle?.unmount();
-  shown = { name, handle: null };
-  const [label, load] = PAGES[name];
+  const mine = { name, subject, handle: null };
+  shown = mine;
   for (const link of $("pages").children) {
     if (link.dataset.page === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -105,16 +108,33 @@ async function show({ name, params }) {
   try {
     const { page } = await load();
     await Promise.all([page.styles].flat().map(dress));
-    if (mine !== turn) return;
+    if (mine !== shown) return;
     document.title = `${page.title} · glass explorer`;
     $("title").textContent = page.title;
-    shown.handle = await page.mount(root, params, contextFor(name));
-    if (mine !== turn) { shown.handle?.unmount(); return; }
-    $("copies").hidden = !shown.handle.commands;
-    if (mine > 1) arrive(page.title);
+    const handle = await page.mount(root, params, contextFor(mine));
+    if (mine !== shown) { handle.unmount(); return; }
+    mine.handle = handle;
+    $("copies").hidden = !mine.handle.commands;
+    if (!again && !first) arrive(page.title);
+    await mine.handle.begun;
+    if (mine !== shown) return;
+    if (document.querySelector("#page .empty")) $("copies").hidden = true; // there is nothing here to copy
+    if (again) refocus(held);
   } catch (error) {
-    if (mine === turn) alert(error);
+    if (mine === shown) alert(error);
   }
+}
+
+/** Another view of the same page about the same run. */
+async function renew(mine, params) {
+  alert(null);
+  try { await mine.handle.update(params); } catch (error) { if (mine === shown) alert(error); }
+}
+
+/** The control that led to another run is made anew with the page: the keyboard goes on from there. */
+function refocus(held) {
+  if (!held || document.activeElement !== document.body) return;
+  document.querySelector(`#page [name="${CSS.escape(held)}"]`)?.focus({ preventScroll: true });
 }
 
 /** The run in view goes along to the other pages that show one. */
@@ -122,7 +142,7 @@ function carry(run) {
   if (!run) return;
   for (const link of $("pages").children) {
     const { page } = link.dataset;
-    if (!["runs", "sweeps", "design"].includes(page)) link.href = href(page, { run });
+    if (PAGES[page][2] === "run") link.href = href(page, { run });
   }
 }
 
@@ -133,14 +153,16 @@ function arrive(title) {
   if (document.activeElement === document.body) $("main").focus({ preventScroll: true });
 }
 
-const contextFor = (name) => ({
-  api, theme, announce, alert, toast, href,
-  go: (params, page = name) => router.go(page, params),
-  replace: (params) => { if (shown?.name === name) router.replace(name, params); },
-});
+/** What a page may do outside its own nodes: nothing, once another page is in its place. */
+function contextFor(mine) {
+  const own = (act) => (...args) => { if (mine === shown) act(...args); };
+  return { api, theme, href, announce: own(announce), alert: own(alert), toast: own(toast),
+    go: own((params, page = mine.name) => router.go(page, params)),
+    replace: own((params) => router.replace(mine.name, params)) };
+}
 
 async function copy(kind) {
-  const text = kind === "link" ? location.href : shown?.handle?.commands()[kind];
+  const text = kind === "link" ? location.href : shown?.handle?.commands?.()[kind];
   if (!text) { toast("No command gives what is shown here."); return; }
   try {
     await navigator.clipboard.writeText(text);

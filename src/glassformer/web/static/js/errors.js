@@ -38,15 +38,22 @@ class Errors {
       this.machine, this.matrix, this.detail);
   }
 
-  async start() {
+  get subject() { return this.run; }
+
+  clear() {
+    Object.assign(this, { key: null, found: null, about: null, table: null });
+    this.matrix.hidden = this.detail.hidden = this.machine.hidden = true;
+    for (const part of [this.facts, this.machine, this.title, this.confusion, this.reading, this.places, this.examples,
+      this.groups]) fill(part);
+  }
+
+  async prepare() {
     const { runs, folder, first } = await this.context.api.models();
     Object.assign(this, { folder, first, runs: runs.filter((run) => run.kind === "run") });
-    await this.update(this.params);
   }
 
   async update(params) {
     this.params = params;
-    this.matrix.hidden = this.detail.hidden = !this.found;
     const run = params.run ?? (this.runs.some(({ id }) => id === this.first) ? this.first : this.runs[0]?.id);
     if (!run) { fill(this.facts, nothingYet()); return; }
     const key = JSON.stringify([run, params.step, params.split]);
@@ -56,8 +63,9 @@ class Errors {
     await this.list();
   }
 
-  /** Ask the model; whether the answer is the newest. What was shown goes away where there is none. */
+  /** Ask the model; whether the answer is the newest. What was shown goes away before. */
   async #measure(run, key) {
+    this.clear();
     Object.assign(this, { run, key });
     busy(this.root, true);
     this.#control(this.#runs());
@@ -71,24 +79,21 @@ class Errors {
       this.context.alert(null);
       this.#machine(run, step).catch(this.context.alert);
       return true;
-    } catch (error) {
-      Object.assign(this, { key: null, found: null });
-      this.matrix.hidden = this.detail.hidden = true;
-      fill(this.facts, el("p", { class: "muted" }, "Nothing was measured. Choose another run."));
-      throw error;
     } finally {
-      if (this.key === key || this.key === null) busy(this.root, false);
+      if (this.key === key) busy(this.root, false);
     }
   }
 
   /** The finite-state machine that the model computes, where it was trained on one. */
   async #machine(run, step) {
-    this.machine.hidden = !this.found.is_machine;
+    const { found: whole } = this;
+    this.machine.hidden = !whole.is_machine;
     if (this.machine.hidden) return;
     const title = el("h2", { id: "machine-title" }, "The machine it computes");
     fill(this.machine, title, el("p", { class: "muted", role: "status" }, "Asking the model about strings."));
     const found = await this.extract(query(`/api/runs/${encodeURIComponent(run)}/machine`, { step }));
-    if (found) fill(this.machine, title, scrolled("The machine", build(found.drawing)), el("p", {}, found.text));
+    if (!found || this.found !== whole) return;
+    fill(this.machine, title, scrolled("The machine", build(found.drawing)), el("p", {}, found.text));
   }
 
   address(change) {
@@ -174,7 +179,7 @@ class Errors {
     const { step, split } = this.params;
     const cell = target !== undefined && predicted !== undefined && chosen
       ? await this.open(query(path, { step, split, group: chosen.group, target, predicted })) : null;
-    if (this.gone || (cell === undefined)) return;
+    if (this.gone || cell === undefined || found !== this.found) return;
     if (!cell && found.kind !== "answers") { this.#farthest(); return; }
     const rows = cell ? cell.examples.map(({ row, text, targets, answers }) =>
       ({ row, input: text, target: [targets.answer ?? target], predicted: [answers.answer ?? predicted] }))
@@ -232,8 +237,9 @@ class Errors {
   }
 
   commands() {
-    const at = this.found && this.params.step ? `${this.run}@${this.params.step}` : this.run;
-    const split = this.found?.split ?? "test";
+    if (!this.found) return {};
+    const at = this.params.step ? `${this.run}@${this.params.step}` : this.run;
+    const { split } = this.found;
     return {
       cli: `glass evaluate ${at} --split ${split}${this.folder === "runs" ? "" : ` --runs ${this.folder}`}`,
       python: "import glassformer as gf\n\n"

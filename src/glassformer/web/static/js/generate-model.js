@@ -2,10 +2,9 @@
 
 import { el, field, fill, isEnter, nothingYet, select } from "./dom.js";
 
-const ABOUT = new Map(); // what a run offers: asked once
 const SHOWN = 60; // signs of an example in the list
-/** The first text for a model whose task is not known. */
-export const EXAMPLE = "The quick brown fox jumps over the lazy";
+/** The first text for a model of a server, whose tokens are not known here. */
+const SERVED = "The quick brown fox jumps over the lazy";
 
 /** Whether an id is that of a server's model. */
 export const isServed = (run) => run?.startsWith("server:") ?? false;
@@ -33,24 +32,29 @@ export class ModelForm {
     this.served = served;
     view.run ??= this.known.first ?? served[0]?.[0] ?? null;
     if (view.run === null) return false;
-    if (isServed(view.run)) ABOUT.set(view.run, { best: null, checkpoints: [], examples: [] });
-    if (!ABOUT.has(view.run)) {
-      ABOUT.set(view.run, await api.get(`/api/runs/${encodeURIComponent(view.run)}/inspect`));
+    if (this.about?.run !== view.run) {
+      this.#choose(view, []); // whatever becomes of its answer, another can be chosen
+      this.text.value = view.text ?? "";
+      this.about = isServed(view.run) ? { run: view.run, best: null, checkpoints: [], examples: [], prompt: SERVED }
+        : await api.get(`/api/runs/${encodeURIComponent(view.run)}/inspect`);
     }
-    const about = ABOUT.get(view.run);
-    view.text ??= about.examples[0]?.prompt ?? EXAMPLE;
-    this.#draw(view, about);
+    view.text ??= this.about.prompt;
+    this.#draw(view, this.about);
     return true;
   }
 
-  #draw(view, { best, checkpoints, examples }) {
+  #choose(view, checkpoints, best) {
     const steps = [["best", best ? `best (${best})` : "best"], "last", ...checkpoints.map(String)];
-    const focused = document.activeElement?.name;
     const another = (run) => this.change({ run, step: "best", text: null });
     fill(this.models,
       field("Model", select([...this.known.ids, ...this.served], view.run, another, { name: "run" })),
       checkpoints.length > 0
         && field("Step", select(steps, view.step, (step) => this.change({ step }), { name: "step" })));
+  }
+
+  #draw(view, { best, checkpoints, examples }) {
+    const focused = document.activeElement?.name;
+    this.#choose(view, checkpoints, best);
     const listed = new Map(examples.filter(({ prompt }) => prompt).map(({ prompt, text }) => [prompt, text]));
     const own = !listed.has(view.text);
     const options = [...listed].map(([prompt, text]) =>

@@ -93,14 +93,29 @@ class Generate {
       "/": ["write a prompt", () => this.form.text.focus()] });
   }
 
+  get subject() { return this.view?.run; }
+
+  /** Nothing of what a model wrote is left. */
+  clear() {
+    const { running } = this;
+    Object.assign(this, { running: null, ready: false });
+    running?.abort();
+    this.#idle();
+    this.#clear();
+    for (const part of [this.what, this.form.inside]) fill(part);
+  }
+
   async update(params) {
     const begin = params.text !== undefined;
     this.own ??= await this.context.api.get("/api/generate/options");
     this.server ??= await this.#served();
     this.options = isServed(params.run) && this.server.address ? this.server.options : this.own;
-    this.view = parse(params, this.options);
+    const view = parse(params, this.options);
+    this.view = view;
     const served = this.server.models.map((name) => [`server:${name}`, `${name} (${this.server.address})`]);
-    if (!await this.form.prepare(this.view, served)) { fill(this.root, this.form.empty()); return; }
+    if (!await this.form.prepare(view, served)) { fill(this.root, this.form.empty()); return; }
+    if (this.gone || this.view !== view) return;
+    this.ready = true;
     this.#settings();
     if (begin) await this.#run();
     else { this.cease(); this.#clear(); fill(this.what, "Press Generate, or Enter in the prompt."); }
@@ -180,17 +195,21 @@ class Generate {
       await this.context.api.stream("/api/generate", asked,
         (line) => { if (!mine.signal.aborted) { this.#take(line); this.drawSoon(); } }, { signal: mine.signal });
     } catch (error) {
-      if (!mine.signal.aborted) fill(this.what, alertBox(error));
+      if (!mine.signal.aborted) { this.#clear(); fill(this.what, alertBox(error)); }
       else if (this.running === mine) this.#stopped();
     } finally {
       if (this.running === mine) {
         this.running = null;
-        this.stop.hidden = true;
-        busy(this.made, false);
-        delete this.root.dataset.running;
+        this.#idle();
         this.root.dataset.done = JSON.stringify(asked);
       }
     }
+  }
+
+  #idle() {
+    this.stop.hidden = true;
+    busy(this.made, false);
+    delete this.root.dataset.running;
   }
 
   #stopped() {
@@ -325,7 +344,7 @@ class Generate {
 
   commands() {
     const { view } = this;
-    if (!view?.run) return { cli: "", python: "" };
+    if (!this.ready || !view.run) return {};
     if (isServed(view.run)) return this.start ? asked(this.server.address, this.start.served) : { cli: "", python: "" };
     const path = modelPath(view, this.form.known.paths);
     const listed = this.options[view.mode].filter((one) =>
@@ -350,6 +369,7 @@ class Generate {
   }
 
   unmount() {
+    this.gone = true;
     this.cease();
     this.unbind();
   }

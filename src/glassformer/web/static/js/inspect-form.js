@@ -32,16 +32,31 @@ export class Form {
 
   #seen = {};
 
-  /** runs: ids; about: what the run offers. */
-  draw(view, runs, about) {
-    if (view.text !== null) this.prompt.value = view.text; // it stays when the model cannot read it
+  /** Which model it is, before anything is known of it: whatever becomes of its answer, another can be chosen. */
+  choose(view, runs) {
+    if (this.runs?.value === view.run) return;
     const fresh = (run) => ({ run, step: "best", row: null, split: null, text: null, target: null, ablate: [],
       other: null, pos: null, src: 0, kind: null, layer: null, head: null });
-    fill(this.model,
-      field("Model", select(runs, view.run, (run) => this.change(fresh(run)), { name: "run" })),
-      field("Precision", select(about.precisions.map((name) => [name, precisionLabel(name)]), view.precision,
-        (precision) => this.change({ precision }),
-        { name: "precision" })));
+    this.runs = select(runs, view.run, (run) => this.change(fresh(run)), { name: "run" });
+    this.precision = el("div", { class: "field" });
+    fill(this.model, field("Model", this.runs), this.precision);
+  }
+
+  /** Nothing that the model said is left; what the reader wrote is. */
+  clear() {
+    this.#seen = {};
+    this.grow.disabled = true;
+    fill(this.facts);
+  }
+
+  /** about: what the run offers. */
+  draw(view, about) {
+    if (view.text !== null) this.prompt.value = view.text; // it stays when the model cannot read it
+    const bits = select(about.precisions.map((name) => [name, precisionLabel(name)]), view.precision,
+      (precision) => this.change({ precision }), { name: "precision" });
+    const held = this.precision.contains(document.activeElement);
+    fill(this.precision, ...field("Precision", bits).children);
+    if (held) bits.focus();
     const pick = (row) => row !== "" && this.change({ row: Number(row), text: null, target: null, pos: null, src: 0 });
     const listed = about.examples.map(({ row, text }) => [row, text]);
     if (view.text !== null) listed.unshift(["", "your own prompt"]);

@@ -1,11 +1,10 @@
 // The page Inspect: one text in one model. What it predicts, what its heads attend to, which of them matter.
 
 import "./bars.js";
-import { busy, el, fill, nothingYet, scrolled } from "./dom.js";
+import { busy, el, fill, nothingYet, put, scrolled } from "./dom.js";
 import "./grid.js";
 import { commands } from "./inspect-commands.js";
 import { Looks, address, headName, parse, placeOf, question } from "./inspect-data.js";
-import { EXAMPLE } from "./generate-model.js";
 import { Controls, Form } from "./inspect-form.js";
 import { MapView } from "./inspect-maps.js";
 import { effect, facts, rankingTable } from "./inspect-parts.js";
@@ -17,6 +16,7 @@ import "./tokens.js";
 
 const RANKED_AT_ONCE = 64 * 16; // tokens x heads up to which every head is tried without being asked
 const QUIETLY = { quietly: true };
+let draws = 0; // of this page about any run
 
 class Inspect {
   view = null;
@@ -31,17 +31,39 @@ class Inspect {
     this.looks = new Looks(context.api);
     const change = (patch) => this.change(patch);
     this.form = new Form(change);
-    this.controls = new Controls(change, perFrame((step) => this.change({ step: String(step) }, QUIETLY)));
-    this.map = new MapView({ over: (cell) => this.#hoverCell(cell),
-      pick: (row) => this.change(this.view.kind === "encoder" ? { src: row } : { pos: row }, QUIETLY) });
-    this.#build(root);
-    root.classList.add("blank"); // until there is something to show
+    this.scrub = perFrame((step) => this.change({ step: String(step) }, QUIETLY));
+    this.input = el("section", { class: "panel input", "aria-label": "Input" }, el("h2", {}, "Input"), this.form.root);
+    this.frame = el("div", { class: "three" }, this.input);
+    fill(root, this.frame);
+    this.clear();
     this.refresh = latest((signal) => this.#refresh(signal));
     this.unbind = keys.bind(this.#keys());
     this.unwatch = context.theme.watch(() => this.map.drawLegend());
   }
 
-  #build(root) {
+  get subject() { return this.view?.run; }
+
+  /** Steps of one run follow the slider: one stays, dimmed and under its own name, until the next is there. */
+  model({ run, precision = "float32" }) { return `${run} ${precision}`; }
+
+  /** Everything but the form is made anew: no node of the model before is left to be shown. */
+  clear() {
+    Object.assign(this, { look: null, other: null, drawn: null });
+    this.root.classList.add("blank"); // until there is something to show
+    this.form.clear();
+    const change = (patch) => this.change(patch);
+    this.controls = new Controls(change, this.scrub);
+    this.map = new MapView({ over: (cell) => this.#hoverCell(cell),
+      pick: (row) => this.change(this.view.kind === "encoder" ? { src: row } : { pos: row }, QUIETLY) });
+    const [below, beside] = this.#results();
+    while (this.form.root.nextSibling) this.form.root.nextSibling.remove();
+    while (this.input.nextSibling) this.input.nextSibling.remove();
+    put(this.input, below);
+    put(this.frame, beside);
+  }
+
+  /** What the model said: [below the form, beside it]. */
+  #results() {
     const tokens = (name, choose) => el("glass-tokens", { onpick: ({ detail }) => this.change(choose(detail), QUIETLY),
       onover: ({ detail }) => this.#hoverToken(name, detail) });
     this.source = tokens("source", (src) => ({ src }));
@@ -61,13 +83,13 @@ class Inspect {
     this.map.beside.append(this.ablate, this.advice);
     const panel = (name, title, ...children) => el("section", { class: `panel ${name}`, "aria-label": title },
       el("h2", {}, title, name === "lens" && this.where), children);
-    fill(root, el("div", { class: "three" },
-      panel("input", "Input", this.form.root, this.sourceTitle, this.source, el("h3", {}, "Tokens"), this.tokens,
-        el("h3", {}, "Next"), this.bars, this.answers),
-      panel("attention", "Attention", this.controls.root, this.grid, this.map.nodes),
-      el("div", { class: "stack" },
-        panel("lens", "Logit lens", scrolled("Logit lens table", this.lens)),
-        panel("norms", "Norms", this.norms), panel("rank", "If ablated", this.ranking))));
+    return [
+      [this.sourceTitle, this.source, el("h3", {}, "Tokens"), this.tokens, el("h3", {}, "Next"), this.bars,
+        this.answers],
+      [panel("attention", "Attention", this.controls.root, this.grid, this.map.nodes),
+        el("div", { class: "stack" },
+          panel("lens", "Logit lens", scrolled("Logit lens table", this.lens)),
+          panel("norms", "Norms", this.norms), panel("rank", "If ablated", this.ranking))]];
   }
 
   #keys() {
@@ -128,18 +150,17 @@ class Inspect {
     if (this.look.extended !== null) this.change({ text: this.look.extended, target: null, row: null, pos: null });
   }
 
-  async start(params) {
+  async prepare() {
     this.models = await this.context.api.models();
     this.runs = this.models.ids;
-    if (this.runs.length) await this.update(this.params ?? params);
-    else fill(this.root, nothingYet());
+    if (!this.runs.length) fill(this.root, nothingYet());
   }
 
   async update(params) {
-    this.params = params; // one that comes before the list of models is shown after it
     if (!this.runs.length) return;
     this.view = parse(params);
     this.view.run ??= this.models.first;
+    this.form.choose(this.view, this.runs);
     await this.refresh();
   }
 
@@ -166,7 +187,7 @@ class Inspect {
     } finally {
       if (!signal.aborted) {
         busy(this.root, false);
-        this.root.dataset.ready = String(Number(this.root.dataset.ready ?? 0) + 1);
+        this.root.dataset.ready = String(++draws);
       }
     }
   }
@@ -176,19 +197,20 @@ class Inspect {
     if (view.text === null) {
       view.split ??= about.split;
       view.row ??= about.examples[0]?.row ?? null;
-      if (view.row === null) view.text = EXAMPLE; // of a model whose task is not known
+      if (view.row === null) view.text = about.prompt; // of a model whose task is not known
     }
-    this.form.draw(view, this.runs, about);
-    this.root.classList.toggle("blank", !this.look);
+    this.form.draw(view, about);
     const look = await this.looks.ask(question(view), signal);
     const other = view.other && await this.looks.ask(question(view, view.other), signal);
     if (signal.aborted) return;
-    Object.assign(this, { look, other });
+    Object.assign(this, { look, other, drawn: null });
     this.root.classList.remove("blank");
     this.context.alert(null);
     if (view.head === null) await this.#choose(view);
     if (signal.aborted) return;
     this.#settle(view);
+    if (signal.aborted) return; // the address was completed, and is asked for as a whole
+    this.drawn = view;
     this.form.show(look, () => this.append());
     this.controls.draw(view, this.runs, about, look);
     await this.#draw(view, signal);
@@ -318,7 +340,7 @@ class Inspect {
 
   commands() {
     const { view, look, other, models } = this;
-    return look ? commands(view, look, other, models.paths) : {};
+    return view && view === this.drawn ? commands(view, look, other, models.paths) : {};
   }
 
   unmount() {

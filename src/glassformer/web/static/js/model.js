@@ -2,6 +2,7 @@
 
 import { query } from "./api.js";
 import { build, busy, el, field, fill, isEnter, nothingYet, select } from "./dom.js";
+import { modelPath, quoted } from "./inspect-commands.js";
 import { latest, mounted } from "./state.js";
 
 const wide = matchMedia("(min-width: 1180px)");
@@ -28,24 +29,31 @@ class Model {
       event.preventDefault();
       this.#follow(event.target);
     });
-    wide.addEventListener("change", this.resized = () => this.update(this.params).catch(context.alert));
+    wide.addEventListener("change", this.resized = () => this.known && this.update(this.params).catch(context.alert));
+  }
+
+  get subject() { return this.run; }
+
+  clear() {
+    this.drawn = {};
+    this.position = null;
+    for (const part of [this.picture, this.part, this.way]) fill(part);
   }
 
   #go(change) { this.context.go({ ...this.params, run: this.run, ...change }); }
 
   #follow(node) { if (node) this.#go({ layer: null, ...JSON.parse(node.dataset.go) }); }
 
-  async start() {
-    this.known = await this.context.api.models();
-    await this.update(this.params);
-  }
+  async prepare() { this.known = await this.context.api.models(); }
 
   async update(params) {
     this.params = params;
-    this.run = params.run ?? this.known?.first;
+    this.run = params.run ?? this.known.first;
     if (!this.run) { fill(this.root, nothingYet()); return; }
+    const held = document.activeElement?.id;
     fill(this.controls, field("Model", select(this.known.ids, this.run, (run) => this.context.go({ run }),
       { id: "model-run", name: "run" })), field("Prompt", this.prompt));
+    if (held && this.controls.contains(document.getElementById(held))) document.getElementById(held).focus();
     const { part, layer, step, text, split, row, position } = params;
     const path = `/api/runs/${encodeURIComponent(this.run)}/model`;
     const size = wide.matches ? 1 : null;
@@ -55,7 +63,7 @@ class Model {
       fill(this.part, found.part.map((each) => build(each)));
     });
     await this.#show("way", query(`${path}/way`, { step, text, split, row, position, wide: size }), (found) => {
-      this.prompt.value = found.text;
+      this.prompt.value = this.text = found.text;
       fill(this.way, found.way.map((each) => build(each)));
       this.position = found.position;
     });
@@ -79,11 +87,12 @@ class Model {
   }
 
   commands() {
-    const place = this.known.paths[this.run] ?? `${this.known.folder}/${this.run}`;
+    if (!this.drawn.way) return {};
+    const place = modelPath({ run: this.run, step: this.params.step ?? "best" }, this.known.paths);
     return {
-      cli: `glass show ${place} --diagram -o model.svg`,
+      cli: `glass show ${quoted(place)} --diagram -o model.svg`,
       python: `import glassformer as gf\n\nmodel = gf.load(${JSON.stringify(place)})\ngf.diagram(model)\n`
-        + `model.inspect(${JSON.stringify(this.prompt.value)}).token_path(${this.position ?? ""})`,
+        + `model.inspect(${JSON.stringify(this.text)}).token_path(${this.position})`,
     };
   }
 

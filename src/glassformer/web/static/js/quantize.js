@@ -60,10 +60,21 @@ class Quantize {
       "/": ["write a text", () => this.form.text.focus()] });
   }
 
+  get subject() { return this.view?.run; }
+
+  clear() {
+    Object.assign(this, { found: null, speeds: null, asked: null, measured: null });
+    this.root.classList.add("blank"); // until there is something to show
+    delete this.speed.dataset.ready;
+    for (const part of [this.verdict, this.way, this.chart, this.worst, this.answersTitle, this.answers, this.layers,
+      this.sizes, this.speed]) fill(part);
+  }
+
   async update(params) {
-    this.view = parse(params);
-    if (!await this.form.prepare(this.view)) { fill(this.root, this.form.empty()); return; }
-    await this.compare();
+    const view = parse(params);
+    this.view = view;
+    if (!await this.form.prepare(view)) { fill(this.root, this.form.empty()); return; }
+    if (this.view === view) await this.compare();
   }
 
   #change(patch, { quietly = false } = {}) {
@@ -87,20 +98,19 @@ class Quantize {
 
   async #compare(signal) {
     const { run, step, text } = this.view;
-    this.root.classList.toggle("blank", !this.found);
-    if (!text) { fill(this.verdict, "Write a text to compare on."); this.form.text.focus(); return; }
+    if (!text) { this.clear(); fill(this.verdict, "Write a text to compare on."); this.form.text.focus(); return; }
     const asked = { run, step, text };
     const name = JSON.stringify(asked);
     if (this.asked !== name) {
       busy(this.root, true);
       if (!this.found) fill(this.verdict, "The model is quantized in every scheme: this takes some seconds.");
       try {
-        this.found = await this.context.api.post("/api/quantize", asked, { signal });
-        this.asked = name;
+        const found = await this.context.api.post("/api/quantize", asked, { signal });
+        if (signal.aborted) return;
+        Object.assign(this, { found, asked: name });
       } finally {
         if (!signal.aborted) busy(this.root, false);
       }
-      if (signal.aborted) return;
       this.context.alert(null);
       this.root.classList.remove("blank");
     }
@@ -116,10 +126,10 @@ class Quantize {
     const name = `${this.view.run}@${this.view.step}`;
     if (this.measured === name) return;
     fill(this.speed, el("p", { class: "muted" }, "Measuring…"));
-    this.speeds = await this.context.api.post("/api/quantize/speed", { run: this.view.run, step: this.view.step },
+    const speeds = await this.context.api.post("/api/quantize/speed", { run: this.view.run, step: this.view.step },
       { signal });
     if (signal.aborted) return;
-    this.measured = name;
+    Object.assign(this, { speeds, measured: name });
     this.#drawSpeed();
   }
 
@@ -226,14 +236,14 @@ class Quantize {
   }
 
   commands() {
-    if (!this.view?.run) return { cli: "", python: "" };
+    if (!this.found) return {};
     const path = modelPath(this.view, this.form.known.paths);
-    return { cli: (this.found?.precisions.slice(1) ?? []).map(({ name, scheme }) =>
+    return { cli: this.found.precisions.slice(1).map(({ name, scheme }) =>
       `glass quantize ${quoted(path)} --scheme ${scheme}${name === scheme ? "" : " --indivisible int8"}`).join(" && "),
       python: ["import glassformer as gf",
         "from glassformer.lab.measure.precision import in_precisions, prompted", "",
         `model = gf.load(${JSON.stringify(path)})`,
-        `print(prompted(model, in_precisions(model), ${JSON.stringify(this.form.text.value)}))`].join("\n") };
+        `print(prompted(model, in_precisions(model), ${JSON.stringify(this.view.text)}))`].join("\n") };
   }
 
   unmount() { this.unbind(); }

@@ -93,10 +93,18 @@ class Runs {
         this.note));
   }
 
-  async start() {
+  /** No curve is left of what was drawn before. */
+  clear() {
+    this.lines.clear();
+    this.cursors.clear();
+    Object.assign(this, { bands: [], drawn: null });
+    this.curves.data = { lines: [], bands: [], nothing: "" };
+    fill(this.alerts);
+  }
+
+  async prepare() {
     await this.list();
     if (!this.runs.length) { this.gone = true; fill(this.root, nothingYet()); return; }
-    await this.draw();
     this.tick();
   }
 
@@ -245,7 +253,7 @@ class Runs {
 
   async update(params) {
     this.view = parse(params);
-    if (!this.runs.length) return; // the list is on its way, and then this view
+    if (!this.runs.length) return;
     this.view.picked ??= this.suggested();
     this.table();
     this.control();

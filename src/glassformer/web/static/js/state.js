@@ -1,4 +1,4 @@
-// Who may answer: only the newest of several calls, and at most one a frame.
+// Who may answer: only the newest of several calls, and at most one a frame. What is drawn, and of which model.
 
 /** Only the newest call counts: latest(work)(…) aborts the one before it. */
 export function latest(work) {
@@ -17,11 +17,37 @@ export function latest(work) {
   };
 }
 
-/** A page's `mount`: the shell must hold the page before it begins, and shows what goes wrong. */
+/** The model that an address is about: a run at a step, in a precision. */
+const modelOf = ({ run, step = "best", precision = "float32" }) => JSON.stringify([run, step, precision]);
+
+/** A page's `mount`: the shell must hold the page before it begins, and shows what goes wrong. `prepare()` is done
+ *  once, before the first `update(params)`. All that a page has drawn is of the model in its address, or nothing is
+ *  drawn: `clear()` takes it down when another model is asked for, before the answer is here, and when none comes. */
 export const mounted = (View) => (root, params, context) => {
   const view = new View(root, context, params);
-  queueMicrotask(() => (view.start ?? view.update).call(view, params).catch(context.alert));
-  return view;
+  const ready = Promise.resolve().then(() => view.prepare?.());
+  let drawn = null;
+  let newest = null;
+  const update = async (given) => {
+    newest = given;
+    const asked = () => (view.model ?? modelOf)({ ...given, run: given.run ?? view.subject });
+    try {
+      await ready;
+      if (given !== newest) return;
+      if (drawn !== asked()) view.clear?.();
+      drawn = asked();
+      await view.update(given);
+      if (given === newest) drawn = asked(); // of an address without a run, the page has chosen one by now
+    } catch (error) {
+      if (given !== newest) return;
+      drawn = null;
+      view.clear?.();
+      throw error;
+    }
+  };
+  const commands = () => (drawn === null && view.clear ? {} : view.commands());
+  return { begun: update(params).catch(context.alert), update, commands: view.commands && commands,
+    unmount: () => view.unmount?.(), get subject() { return view.subject; } };
 };
 
 /** At most one run a frame, with the newest arguments. */

@@ -14,6 +14,14 @@ class Sweeps {
     fill(root, this.controls, this.parts);
   }
 
+  get subject() { return this.name; }
+
+  clear() {
+    clearTimeout(this.timer);
+    Object.assign(this, { found: null, drawn: "", shown: null });
+    fill(this.parts);
+  }
+
   async update(params) {
     this.params = params;
     const { sweeps, folder } = await this.context.api.get("/api/sweeps");
