@@ -187,9 +187,6 @@ class Errors {
     const title = cell ? `Target ${target}, predicted ${predicted}: ${count(cell.count)}`
       : rows.length < found.wrong ? `Wrong: the first ${count(rows.length)} of ${count(found.wrong)}`
         : `Wrong: ${count(rows.length)}`;
-    const link = ({ row }) => el("a", { class: "open",
-      href: this.context.href("inspect", { run: this.run, step, split: found.split, row }),
-      "aria-label": `Inspect example ${row}` }, "Inspect");
     const sure = !cell;
     const said = (each) => [each.predicted.map((word, i) => [i > 0 && " ",
       word === each.target[i] ? word : el("strong", { class: "bad" }, word)]),
@@ -201,7 +198,7 @@ class Errors {
         rows: rows.map((each) => [each.row, el("span", { class: "mono text" }, each.input),
           el("span", { class: "mono good answer" }, each.target.join(" ")),
           el("span", { class: "mono said" }, said(each)),
-          ...(sure ? [percent(each.right_probability)] : []), link(each)]),
+          ...(sure ? [percent(each.right_probability)] : []), this.#link(each)]),
       })) : el("p", { class: "muted" }, cell ? "None." : "No answer is wrong."),
       !cell && found.positions.length > 0 && rows.length > 0 && el("p", { class: "note" },
         "Predicted: the likeliest token at each position, after the right tokens before it. p: what the right token ",
@@ -210,17 +207,20 @@ class Errors {
     if (cell) this.context.announce(`${title} examples`);
   }
 
+  #link({ row }) {
+    const { run, found: { split }, params: { step } } = this;
+    return el("a", { class: "open", "aria-label": `Inspect example ${row}`,
+      href: this.context.href("inspect", { run, step, split, row }) }, "Inspect");
+  }
+
   /** Of a text or a random walk nothing is right or wrong: the predictions that are farthest off. */
   #farthest() {
     const { found } = this;
-    const { step } = this.params;
     const random = found.kind === "process";
     const title = random ? "Farthest from the truth" : "Least expected";
     const shares = (list) => list.map(([word, share], i) => [i > 0 && ", ", el("span", { class: "mono" }, word),
       ` ${percent(share)}`]);
     const code = (words) => el("span", { class: "mono" }, words.join(" "));
-    const link = ({ row }) => el("a", { class: "open", "aria-label": `Inspect example ${row}`,
-      href: this.context.href("inspect", { run: this.run, step, split: found.split, row }) }, "Inspect");
     const cells = (each) => random
       ? [shares(each.truth), shares(each.model), `${short(Number(each.excess))} nats`]
       : [code(each.target), code(each.predicted), short(each.right_probability)];
@@ -230,7 +230,7 @@ class Errors {
           ...(random ? ["the truth", "the model", right("too many")]
             : ["followed by", "most probable", right("p of what followed")]), silent("link")],
         rows: found.errors.map((each) =>
-          [each.row, el("span", { class: "mono text" }, each.input), ...cells(each), link(each)]) })),
+          [each.row, el("span", { class: "mono text" }, each.input), ...cells(each), this.#link(each)]) })),
       el("p", { class: "note" }, random
         ? "What follows is decided by chance: a token other than the most probable one is no mistake."
         : "A text can go on in many ways: a token other than the most probable one is no mistake."));

@@ -36,9 +36,3 @@ export function size(value) {
   const [unit, letter] = [[1e9, " G"], [1e6, " M"], [1e3, " k"]].find(([each]) => value >= each) ?? [1, ""];
   return unit === 1 ? String(value) : (value / unit).toPrecision(3) + letter;
 }
-
-/** A token as it can be seen: spaces and newlines get a sign of their own. */
-export function visible(token) {
-  if (token === "") return "∅";
-  return token.replace(/ /g, "␣").replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/[\u0000-\u001f\u007f]/g, "·");
-}

@@ -203,7 +203,7 @@ class Inspect {
     const look = await this.looks.ask(question(view), signal);
     const other = view.other && await this.looks.ask(question(view, view.other), signal);
     if (signal.aborted) return;
-    Object.assign(this, { look, other, drawn: null });
+    Object.assign(this, { look, other });
     this.root.classList.remove("blank");
     this.context.alert(null);
     if (view.head === null) await this.#choose(view);
