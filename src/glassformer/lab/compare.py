@@ -5,9 +5,7 @@ are paired: the difference of each pair removes what both share. A difference ha
 two seeds or more allow one, and says so where they do not.
 """
 
-import csv
 import html
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from glassformer.lab.runs.table import (
     same_but_seed,
     settings,
 )
+from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import FileError, InputError, nearest
 
 #: Settings in the terminal, and characters that a value needs to be worth a column.
@@ -132,13 +131,9 @@ class RunComparison:
 
     def csv(self) -> str:
         """Return a row for each run: its settings that differ, and its results."""
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["run", *self.settings, *self.results])
-        for index, run in enumerate(self.runs):
-            cells = [v[index] for v in (*self.settings.values(), *self.results.values())]
-            writer.writerow([run, *("" if cell is None else cell for cell in cells)])
-        return file.getvalue()
+        columns = [*self.settings.values(), *self.results.values()]
+        lines = [[run, *(cells[at] for cells in columns)] for at, run in enumerate(self.runs)]
+        return csv_text(["run", *self.settings, *self.results], lines)
 
     def html(self) -> str:
         """Return a page without scripts that needs nothing from elsewhere."""

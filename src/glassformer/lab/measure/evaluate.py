@@ -4,8 +4,6 @@ One pass over a split: loss and accuracy of every head, exact match of complete 
 the distance to the oracle where there is one, and confusion tables as text, rows and CSV.
 """
 
-import csv
-import io
 import json
 import math
 import textwrap
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch
 from glassformer.data.task import Oracle, Task
+from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
@@ -657,15 +656,6 @@ def confusion_csv(table: Table) -> str:
     rows, columns = order(table)
     lines = [[row, *(table[row].get(column, 0) for column in columns)] for row in rows]
     return csv_text(["", *columns], lines)
-
-
-def csv_text(heading: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Return CSV with plain line ends; None is an empty cell."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(heading)
-    writer.writerows(lines)
-    return text.getvalue()
 
 
 def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,10 +5,8 @@ it is passed on. Listing a run opens three files and reads a bounded number of b
 torch or NumPy. Tags are in tags.json, beside the record that training writes.
 """
 
-import csv
 import fnmatch
 import functools
-import io
 import json
 import math
 import operator
@@ -20,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from glassformer.spec.csv_text import csv_text
 from glassformer.spec.disk import remove, rename
 from glassformer.spec.errors import FileError, GlassError, InputError, MachineError, nearest
 from glassformer.spec.manifest import count_parameters
@@ -374,12 +373,11 @@ class RunTable(Sequence[Mapping[str, Any]]):
 
     def csv(self) -> str:
         """Return every column as comma-separated values."""
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in self:
-            writer.writerow([" ".join(v) if isinstance(v, list) else v for v in _values(row)])
-        return file.getvalue()
+
+        def cell(value: Any) -> Any:
+            return " ".join(value) if isinstance(value, list) else value
+
+        return csv_text(list(COLUMNS), [[cell(value) for value in _values(row)] for row in self])
 
     def __repr__(self) -> str:
         return self.text() if self.rows else "no runs"

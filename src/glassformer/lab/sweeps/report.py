@@ -4,8 +4,6 @@ Pictures are trees of elements, which the report writes as SVG and the explorer'
 nodes. Every number comes from `Ranking` or from a run's result.
 """
 
-import csv
-import io
 import math
 import re
 import shlex
@@ -20,6 +18,7 @@ from glassformer.lab.sweeps.ranking import Comparison, Ranked, Ranking
 from glassformer.lens.show import palette
 from glassformer.lens.show.block_picture import Element
 from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
+from glassformer.spec.csv_text import csv_text
 from glassformer.spec.options import options_of
 from glassformer.spec.sweep import Choices, Range, SweepSpec, Values
 
@@ -208,20 +207,17 @@ def table_csv(plan: Plan, ranking: Ranking, results: Mapping[str, Result]) -> st
     """Return a line for each cell, ranked ones first: settings, scores, comparisons, seeds."""
     factors = plan.factors()
     seeds = [f"seed {seed}" for seed in range(plan.sweep.seeds)]
-    out = io.StringIO()
-    write = csv.writer(out, lineterminator="\n").writerow
-    write(
-        [
-            *("rank", "group", "cell", *factors, "parameters", ranking.metric, "low", "high"),
-            *("behind best", "p best", "vs baseline", "p baseline", *seeds, "status", "notes"),
-        ]
+    heading = (
+        *("rank", "group", "cell", *factors, "parameters", ranking.metric, "low", "high"),
+        *("behind best", "p best", "vs baseline", "p baseline", *seeds, "status", "notes"),
     )
+    lines: list[list[object]] = []
     for row in ranking.rows:
         cell = plan.cells[row.cell]
         gaps: list[object] = []
         for gap in (row.best, row.baseline):
             gaps += ["", ""] if gap is None else [gap.difference, gap.p]
-        write(
+        lines.append(
             [
                 *(row.rank, row.group, cell.name, *(cell.settings.get(f, "") for f in factors)),
                 *(cell.parameters, row.mean, row.low, row.high, *gaps, *row.seeds),
@@ -232,13 +228,13 @@ def table_csv(plan: Plan, ranking: Ranking, results: Mapping[str, Result]) -> st
         cell = plan.cells[index]
         found = [results.get(run_name(index, seed)) for seed in range(plan.sweep.seeds)]
         values = [None if one is None else one.at(None, ranking.metric) for one in found]
-        write(
+        lines.append(
             [
                 *("", "", name, *(cell.settings.get(factor, "") for factor in factors)),
                 *(cell.parameters, "", "", "", "", "", "", "", *values, why, "; ".join(cell.notes)),
             ]
         )
-    return out.getvalue()
+    return csv_text(heading, lines)
 
 
 # --- pictures -------------------------------------------------------------------------------------

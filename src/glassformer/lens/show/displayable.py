@@ -4,8 +4,6 @@ A notebook's picture is static HTML without script, so that it survives viewers,
 it is cut at 2 MB, with a line that names what was left out.
 """
 
-import csv
-import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from glassformer.lens.show.html import capped, page
+from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 
@@ -101,14 +100,12 @@ class Displayable(ABC):
 
 
 def _csv(rows: list[Row]) -> str:
-    out = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        flat = {k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()}
-        writer.writerow({key: "" if value is None else value for key, value in flat.items()})
-    return out.getvalue()
+
+    def cell(value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, (list, dict)) else value
+
+    return csv_text(names, [[cell(row.get(name)) for name in names] for row in rows])
 
 
 def _either(names: tuple[str, ...]) -> str:
