@@ -5,7 +5,6 @@ an apostrophe in front, which a spreadsheet reads as "this is text"; a number st
 """
 
 import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,13 +14,19 @@ _FORMULA = tuple("=+-@\t\r\n")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
 
 
+class _Lines:
+    """A file that returns what is written to it."""
+
+    def write(self, text: str) -> str:
+        return text
+
+
 def csv_text(heading: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
     """Return CSV; None is an empty cell."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for line in (heading, *lines):
-        writer.writerow([_cell(value) for value in line])
-    return text.getvalue()
+    # of this line end both signs are quoted in a cell, where either would begin another row
+    writer = csv.writer(_Lines(), lineterminator="\r\n")
+    rows = (writer.writerow([_cell(value) for value in line]) for line in (heading, *lines))
+    return "".join(f"{str(row)[:-2]}\n" for row in rows)
 
 
 def _cell(value: Any) -> Any:
