@@ -260,7 +260,7 @@ def test_the_command_that_began_a_run_resumes_it(glass, tmp_path):
     for other in (words[:-1], (*words, "train.clip=9")):
         code, _, err = glass(*other, "--resume")
         assert code == 2 and "is not one of" in err
-        (hint,) = re.findall(r"hint: glass (.* --resume) ", err)
+        (hint,) = re.findall(r"hint: glass (resume .*) resumes it", err)
         assert glass(*shlex.split(hint))[0] == 0
 
 
@@ -427,3 +427,23 @@ def test_freed_memory_is_kept_where_the_c_library_can():
     from glassformer.cli.shell.process import keep_freed_memory
 
     assert keep_freed_memory() == ("glibc" in platform.libc_ver()[0])
+
+
+def test_resume_goes_on_with_a_run_by_its_name(glass, tmp_path):
+    glass("train", "digits", "--steps=6", "--name=x", f"--runs={tmp_path}", *SMALL)
+    code, out, err = glass("resume", "x", "--steps=9", f"--runs={tmp_path}", "--json")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 9
+    assert "resuming at step 6" in err
+    code, _, err = glass("resume", "y", f"--runs={tmp_path}")
+    assert code == 2 and "there is no folder y" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = glass("resume", "empty", f"--runs={tmp_path}")
+    assert code == 2 and "is no run that can be resumed" in err
+
+
+def test_training_a_run_prints_what_goes_on_with_it(glass, tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/config.json").write_text("{}")
+    code, _, err = glass("train", "demo", f"--runs={tmp_path}")
+    assert code == 2 and "'demo' is a run, not a task" in err and "glass resume demo" in err

@@ -37,7 +37,7 @@ from glassformer.spec.errors import FileError, GlassError, InputError, MachineEr
 #: The verbs by group: the function of that name in the module of that name, `_` for `-`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "list", "show"),
-    "Train": ("prepare", "design", "doctor", "lr-find", "train", "finetune", "sweep"),
+    "Train": ("prepare", "design", "doctor", "lr-find", "train", "resume", "finetune", "sweep"),
     "Measure": ("evaluate", "runs", "compare", "report"),
     "Use": ("generate", "chat", "embed", "serve", "explore"),
     "Look inside": ("inspect", "extract"),
@@ -49,6 +49,7 @@ WITH = {
     "list": "show",
     "completion": "show",
     "finetune": "train",
+    "resume": "train",
     "lr-find": "train",
     "compare": "runs",
     "chat": "generate",

@@ -156,10 +156,9 @@ def _can_chat(run: TrainingRun) -> bool:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that goes on with a run: its own config, its name, its folder."""
-    config = pasted(folder / "config.json")
+    """Return the command that goes on with a run: its name, its folder."""
     elsewhere = "" if str(folder.parent) == "runs" else f" --runs {pasted(folder.parent)}"
-    return f"glass train {config} --name {folder.name}{elsewhere} --resume"
+    return f"glass resume {pasted(Path(folder.name))}{elsewhere}"
 
 
 def after_evaluation(path: str) -> Commands:

@@ -1,4 +1,4 @@
-"""`glass train` and `glass finetune`: start or resume a run, stop at a signal, print the result.
+"""`glass train`, `resume`, `finetune`: start or resume a run, stop at a signal, print the result.
 
 `glass lr-find`: the range test of a learning rate, its curve and the command that follows.
 """
@@ -18,6 +18,7 @@ from glassformer.cli.shell.options import (
     Fsdp,
     Nproc,
     Overrides,
+    RunName,
     Runs,
     Threads,
     Trainable,
@@ -33,7 +34,7 @@ from glassformer.cli.shell.process import (
     reporting,
     was_restarted,
 )
-from glassformer.cli.shell.resolve import find_data, find_model
+from glassformer.cli.shell.resolve import find_data, find_model, find_run
 from glassformer.cli.shell.terminal import (
     columns,
     end,
@@ -104,7 +105,7 @@ def train(
 
       glass train digits --nproc 2
     """
-    check_task_name(what)  # before torch is imported
+    check_task(what, Path(runs))  # before torch is imported
     check_train_keys(overrides or ())
     one_blas_thread()
     if nproc is not None:
@@ -126,6 +127,67 @@ def train(
     )
     if code:
         raise typer.Exit(code)
+
+
+def resume(
+    run: RunName,
+    steps: Annotated[
+        int | None, typer.Option(help="Train up to this step, where the run had fewer.")
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    nproc: Nproc = None,
+    fsdp: Fsdp = False,
+    runs: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run that was stopped or killed.
+
+    Its settings are its own; only the number of steps may be another. Examples:
+
+      glass resume reverse
+
+      glass resume reverse --steps 5000
+    """
+    folder = Path(find_run(run, Path(runs)))
+    config = folder / "config.json"
+    if not config.is_file():
+        raise InputError(
+            f"{run} is no run that can be resumed: it has no config.json",
+            where=str(folder),
+            hint="glass list shows the runs",
+        )
+    one_blas_thread()
+    if nproc is not None:
+        raise typer.Exit(launch(nproc))
+    code = run_training(
+        str(config),
+        [] if steps is None else [f"train.steps={steps}"],
+        name=folder.name,
+        runs=folder.parent,
+        device=device,
+        threads=threads,
+        fsdp=fsdp,
+        resume=True,
+        overwrite=False,
+        as_json=as_json,
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def check_task(what: str, runs: Path) -> None:
+    """Refuse what names no task; of a run, print what goes on with it."""
+    try:
+        check_task_name(what)
+    except InputError as error:
+        if not (runs / what / "config.json").is_file():
+            raise
+        raise InputError(
+            f"'{what}' is a run, not a task",
+            hint=f"glass resume {what} goes on with it; "
+            f"glass train {runs / what / 'config.toml'} --name NEW repeats it",
+        ) from error
 
 
 def finetune(
