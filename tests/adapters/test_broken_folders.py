@@ -327,6 +327,25 @@ def test_a_broken_folder_is_a_named_error(name, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
+def test_what_is_no_model_is_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a model")
+    with pytest.raises(FileError, match="a file, and models are folders"):
+        load(tmp_path / "notes.txt")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(FileError, match="an adapter of PEFT, which corrects org/base"):
+        load(adapter)
+
+
+def test_an_unread_architecture_is_told_every_one_of_its_type(tmp_path):
+    folder = folder_of("llama", tmp_path)
+    change(folder, model_type="bert", architectures=["BertForSequenceClassification"])
+    with pytest.raises(FileError, match="BertForSequenceClassification") as caught:
+        load(folder)
+    assert "BertForMaskedLM" in caught.value.hint and "BertModel" in caught.value.hint
+
+
 def test_unsupported_families_are_told_what_is_read(tmp_path):
     folder = folder_of("llama", tmp_path)
     change(folder, model_type="grok", num_local_experts=8)

@@ -7,7 +7,7 @@ its config to a spec and back, and its table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
@@ -325,6 +325,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     live: Names | None = None
     encodes: bool = False
+    #: Other architectures of this model_type that are read, by families of their own.
+    others: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -341,7 +343,9 @@ class Family:
         own = [family for family in families if family.model_type == kind]
         named = config.data.get("architectures") or [config.where]
         exact = [one for one in own if isinstance(named, list) and one.architecture in named]
-        return next(iter(exact or own), None)
+        if exact or not own:
+            return next(iter(exact), None)
+        return replace(own[0], others=tuple(one.architecture for one in own[1:]))
 
     def plan(self, spec: ModelSpec, *, live: bool = False) -> Plan:
         """Return the plan of a spec's files, or of a live module of transformers."""
@@ -357,7 +361,8 @@ class Family:
             raise FileError(
                 f"config.json names the architecture {str(named)[:80]}",
                 where=config.where,
-                hint=f"of model_type '{self.model_type}' this reads {self.architecture}",
+                hint=f"of model_type '{self.model_type}', "
+                f"{', '.join((self.architecture, *self.others))} can be read",
             )
         try:
             spec = self.read(config)

@@ -57,7 +57,7 @@ def find_snapshot(name: str, *, cache: Path, revision: str = "main") -> Path:
         raise InputError(
             f"{name} ({revision}) is not in the local cache",
             where=str(cache),
-            hint="glass generate with --download fetches it, or `hf download` does",
+            hint="--download of glass generate, chat and serve fetches it, or `hf download` does",
         )
     return snapshot
 

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
 from glassformer.adapters.folder.origin import find_tokenizer, is_native
 from glassformer.adapters.gguf.header import SUFFIX, is_gguf
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_sums
 from glassformer.store.rundir import RunDirectory, RunRef
+
+#: The file of settings of PEFT's adapters.
+ADAPTER = "adapter_config.json"
 
 
 def folder_of(path: str | Path) -> Path:
@@ -31,6 +35,20 @@ def checkpoint_of(path: str | Path) -> Path:
     if is_native(folder):
         return folder
     if not ref.directory.steps():
+        if folder.is_file():
+            raise FileError(
+                f"a file, and models are folders or files that end with {SUFFIX}",
+                where=str(folder),
+                hint="give the folder that the file is in, if it is a model's",
+            )
+        if (folder / ADAPTER).is_file():
+            base = read_object(folder / ADAPTER, limit=SIDECAR_LIMIT)
+            named = str(base.get("base_model_name_or_path", "a model that it does not name"))[:200]
+            raise FileError(
+                f"an adapter of PEFT, which corrects {named}, and no model by itself",
+                where=str(folder),
+                hint="open the base and load_adapter(model.model, folder) (docs/finetuning.md)",
+            )
         raise FileError(
             "not a glassformer checkpoint, nor a run with one, nor a Hugging Face folder: "
             "MANIFEST.json and config.json are missing",
