@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
 
 import numpy as np
 import torch
@@ -53,10 +53,14 @@ from glassformer.lens.measure.predictions import class_name
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.quant.contents import quantization_report, quantized_numbers
+from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache, nearest_option
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.store.checkpoint import is_quantized
+
+if TYPE_CHECKING:
+    from glassformer.adapters.table import Family
 
 # B batch, T length, V vocab
 
@@ -66,10 +70,49 @@ Forward = Callable[[Tensor, Tensor | None], Tensor]
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
 
 
+class NoSpec(InputError, AttributeError):
+    """A question about an architecture that no `ModelSpec` describes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What is known of a model that no `ModelSpec` describes: it continues a text, and its sizes.
+
+    `BaseAdapter` takes one in place of the spec. What needs the architecture itself (taps,
+    training, quantization, export) raises an error.
+    """
+
+    vocab_size: int
+    max_seq_len: int
+    encoder: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        at_least("vocab_size", self.vocab_size)
+        at_least("max_seq_len", self.max_seq_len)
+
+    def head_names(self) -> tuple[str, ...]:
+        """Return its only head, the next token's."""
+        return ("next",)
+
+    def head_size(self, name: str) -> int:
+        """Return the number of logits of a head."""
+        one_of("head", name, self.head_names())
+        return self.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NoSpec(
+            f"no ModelSpec describes this model, so it has no `{name}`",
+            hint="it generates and is validated; a model of a ModelSpec does the rest",
+        )
+
+
 class BaseAdapter(nn.Module, ABC):
     """A model behind the contract above.
 
-    model: the module that computes. spec: the architecture. origin: the folder or file that it was
+    model: the module that computes. spec: the architecture, or an `Outline` where no `ModelSpec`
+    describes it. origin: the folder or file that it was
     read from, or None. reference: a live module of another library that must compute the same, or
     None; it is neither trained nor saved nor moved with this one.
 
@@ -78,19 +121,26 @@ class BaseAdapter(nn.Module, ABC):
     """
 
     architecture_type: ClassVar[str]
+    #: The families of config.json that it reads; none where `open_folder` reads its own folders.
+    families: ClassVar["tuple[Family, ...]"] = ()
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        spec: ModelSpec,
+        spec: ModelSpec | Outline,
         origin: Path | None = None,
         tokenizer: Tokenizer | None = None,
         reference: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(spec, ModelSpec | Outline):
+            raise InputError(
+                f"an adapter is made of a ModelSpec, not of {type(spec).__name__}",
+                hint="Outline(vocab_size=..., max_seq_len=...) where no ModelSpec describes it",
+            )
         self._hold(model)
-        self.spec = spec
+        self.spec: ModelSpec = cast(ModelSpec, spec)
         self.origin = origin
         self._tokenizer = tokenizer
         self._reference = (reference,)  # a tuple: torch would register a bare module
@@ -144,6 +194,11 @@ class BaseAdapter(nn.Module, ABC):
 
     def __repr__(self) -> str:
         spec = self.spec
+        if isinstance(spec, Outline):
+            return (
+                f"<{type(self).__name__}: {self.get_num_parameters():,} parameters, vocabulary "
+                f"{spec.vocab_size:,}, {self._held_as()}>"
+            )
         heads = next(spec.decoder.blocks()).attention.n_heads
         layers = f"{spec.n_layers} layers"
         if spec.encoder is not None:
@@ -185,9 +240,16 @@ class BaseAdapter(nn.Module, ABC):
     ) -> Tensor:
         """Return logits (B, T, V); the masks are (B, T), True or 1 for real tokens."""
 
-    @abstractmethod
     def hidden_states(self, inputs: Inputs) -> Tensor:
         """Return the states (B, T, D) after the last norm, which the heads read."""
+        raise InputError(f"a {type(self).__name__} gives no hidden states, which vectors are of")
+
+    @classmethod
+    def open_folder(cls, folder: Path) -> "BaseAdapter":
+        """Return the model that `save_checkpoint` wrote; for `load` by architecture type."""
+        raise InputError(
+            f"{cls.__name__} has no `open_folder`", hint="a classmethod that returns an adapter"
+        )
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.load import open_gguf
 from glassformer.adapters.gguf.tensors import read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
-from glassformer.adapters.registry import adapter_for, adapter_named
+from glassformer.adapters.registry import adapter_for, adapter_named, reader_of_own
 from glassformer.adapters.table import identity_plan
 from glassformer.adapters.wrapped import open_with_transformers, open_wrapped, wrapped
 from glassformer.byhand.layers import Transformer as HandTransformer
@@ -111,6 +111,9 @@ def load(
     one_of("backend", backend, ("native", "transformers"))
     settings = config or TrainingConfig()
     how = Opening(settings, dtype or settings.dtype, device, reference, large_pages)
+    own = reader_of_own(settings.architecture_type)
+    if own is not None:
+        return _opened_by(own, Path(model_id), how)
     if config is not None and str(model_id) in PRESETS and not Path(model_id).exists():
         adapter: BaseAdapter = _fresh(str(model_id), how)
     else:
@@ -136,6 +139,22 @@ def load(
     if isinstance(adapter, NativeAdapter):
         settings.freeze(adapter.model)
     return adapter
+
+
+def _opened_by(own: type[BaseAdapter], folder: Path, how: "Opening") -> BaseAdapter:
+    """Open a folder by a registered adapter that reads its own; it has no spec to adjust."""
+    if not folder.is_dir():
+        raise FileError("no such folder", where=str(folder))
+    settings = how.settings
+    if settings.dropout is not None or settings.frozen or settings.overrides or how.reference:
+        raise InputError(
+            f"a {own.architecture_type} model takes no dropout, frozen, overrides, reference",
+            hint="set them on the model that is opened",
+        )
+    adapter = own.open_folder(folder)
+    adapter.origin = folder
+    adapter.to(device=how.device, dtype=how.dtype)
+    return adapter.eval()
 
 
 def load_native(path: str | Path, *, device: str = "cpu") -> NativeAdapter:

@@ -5,17 +5,18 @@ are exported to its families.
 """
 
 import difflib
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.config import ESCAPE, PAGE, Config
 from glassformer.adapters.families.known import FAMILIES, NAMED
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter
 from glassformer.adapters.table import Family
 from glassformer.spec.errors import FileError, GlassError, InputError, nearest
 
-ADAPTERS: dict[str, type[NativeAdapter]] = {}
+ADAPTERS: dict[str, type[BaseAdapter]] = {}
 
-Adapter = TypeVar("Adapter", bound=type[NativeAdapter])
+Adapter = TypeVar("Adapter", bound=type[BaseAdapter])
 
 #: The page that lists what is read.
 MODELS = "docs/models-supported.md"
@@ -89,7 +90,11 @@ class StarCoderAdapter(NativeAdapter):
 
 def register(adapter: Adapter) -> Adapter:
     """Let `load` find an adapter by its architecture type and its families; also a decorator."""
-    name = adapter.architecture_type
+    name = getattr(adapter, "architecture_type", None)
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            f"{adapter.__name__} has no architecture_type", hint='architecture_type = "mine"'
+        )
     known = ADAPTERS.get(name)
     if known is not None and known is not adapter:
         raise InputError(f"'{name}' is registered already, as {known.__name__}")
@@ -117,7 +122,7 @@ for _name, _families in NAMED.items():
     register(type(f"{_families[0].title}Adapter", (NativeAdapter,), _made))
 
 
-def adapter_named(architecture_type: str) -> type[NativeAdapter]:
+def adapter_named(architecture_type: str) -> type[BaseAdapter]:
     """Return the adapter of an architecture type."""
     if architecture_type not in ADAPTERS:
         raise InputError(
@@ -126,13 +131,19 @@ def adapter_named(architecture_type: str) -> type[NativeAdapter]:
     return ADAPTERS[architecture_type]
 
 
+def reader_of_own(architecture_type: str | None) -> type[BaseAdapter] | None:
+    """Return the adapter of this type that reads folders of its own; None if ours are read."""
+    adapter = ADAPTERS.get(architecture_type or "")
+    return None if adapter is None or issubclass(adapter, NativeAdapter) else adapter
+
+
 def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
     """Return the adapter and family that read a config; an unknown one is refused with a list."""
     kind = str(config.any("model_type", default=""))
     for adapter in ADAPTERS.values():
         family = Family.of(adapter.families, config)
         if family is not None:
-            return adapter, family
+            return cast(type[NativeAdapter], adapter), family
     known = {family.model_type for adapter in ADAPTERS.values() for family in adapter.families}
     close = difflib.get_close_matches(kind, sorted(known), n=1, cutoff=0.85)
     raise FileError(

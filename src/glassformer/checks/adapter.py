@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.base import BaseAdapter, Outline
 from glassformer.adapters.load import load
 from glassformer.checks.catalogue import SUBJECT_CHECKS, SubjectCheck, run_subject_check
 from glassformer.checks.measure import EXACT, Measure, NotOffered, gap
@@ -188,6 +188,8 @@ def round_trip(adapter: BaseAdapter, subject: Subject) -> Measure:
             adapter.origin = origin
         if isinstance(adapter.model, Model):
             worst = max(worst, gap(load(folder)(tokens), before))
+        elif isinstance(adapter.spec, Outline):
+            worst = max(worst, gap(adapter.open_folder(folder).eval()(tokens), before))
     return Measure(worst, EXACT, subject.size)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.base import BaseAdapter, Outline
 from glassformer.adapters.load import adapt
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
@@ -342,8 +342,10 @@ def subject_of_adapter(adapter: BaseAdapter, *, name: str = "") -> Subject:
     if isinstance(adapter.model, Model):
         subject = subject_of_model(adapter.model.eval(), name=name)
     else:
+        adapter.eval()
         subject = subject_of_module(
-            adapter.model.eval(),
+            # A module that no spec describes is called as its adapter calls it.
+            adapter if isinstance(adapter.spec, Outline) else adapter.model,
             name=name,
             vocab_size=adapter.spec.vocab_size,
             max_length=adapter.spec.max_seq_len,
