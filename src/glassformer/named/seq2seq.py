@@ -449,9 +449,10 @@ def greedy_decode(
     source_valid: Tensor | None = None,
     cached: bool = True,
 ) -> list[tuple[int, ...]]:
-    """Return the likeliest token at each step until EOS or max_length, for each source.
+    """Return the argmax token at each step until EOS, max_length or the model's max_seq_len.
 
-    The encoder runs once; with the cache each step computes the new token alone.
+    One result for each source; `gf.generate` also returns why it ended. The encoder runs once;
+    with the cache each step computes the new token alone.
     """
     return sample_decode(
         model,
@@ -498,7 +499,11 @@ def beam_search(
     source_valid: Tensor | None = None,
     cached: bool = True,
 ) -> list[tuple[Hypothesis, ...]]:
-    """Return the best completed sequences of each source, best first, each with its score."""
+    """Return the best sequences of each source, best first, each with its score.
+
+    A sequence is complete at EOS, or cut off at max_length with finish "length". The score is its
+    log-probability / ((5 + length) / 6) ** length_penalty.
+    """
     prompts = _prompts(source, source_valid, bos)
     rules = BeamSpec(
         width=beam_width, n_best=top_k, alpha=length_penalty, max_new_tokens=max_length, eos=(eos,)
