@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from glassformer.cli import main as command
 from glassformer.cli.verbs import demo
 from glassformer.store.rundir import RunDirectory
+from tests.contracts.test_docs import ROOT
 
 
 def run(patch, *words):
@@ -46,8 +48,8 @@ def test_results_are_on_stdout_and_narration_on_stderr(made):
     for word in (
         "trained   4 steps",
         "verified",
-        "0 failed, 5 not offered",
-        "decoded   20 held-out rows",
+        "0 failed, 5 do not apply",
+        "decoded   20 held-out sequences",
     ):
         assert word in out
     assert "cross-attention, layer L1, mean of its heads" in out
@@ -55,6 +57,16 @@ def test_results_are_on_stdout_and_narration_on_stderr(made):
     for number, verb in enumerate(("train", "verify", "decode", "look"), 1):
         assert f"{number}/4 {verb}" in err
     assert "step=4/4" in err
+
+
+def test_the_quickstart_shows_what_is_printed(made):
+    """Its numbers are of a trained model; all else is the same."""
+    out = re.sub(r"[\d.,]+%?", "#", made[1][0][1])
+    shown = (ROOT / "docs" / "quickstart.md").read_text("utf-8").split("$ glass demo\n...\n")[1]
+    lines = re.sub(r"[\d.,]+%?", "#", shown.split("\n\n        ")[0]).splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        assert re.split(r" #|  | \(", line)[0] in out, line  # the legend's shares are the run's
 
 
 def test_a_second_demo_takes_another_name(made):

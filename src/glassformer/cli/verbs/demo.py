@@ -39,7 +39,7 @@ def demo(
         int | None, typer.Option(help="Draws the first weights and the order of the data.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
+        bool, typer.Option("--overwrite", help="Delete the run of this name and start again.")
     ] = False,
     device: Device = "cpu",
     runs: Runs = "runs",
@@ -134,8 +134,11 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     place = pasted(folder)
     return [
         (f"glass explore {place}", "look around in it, in a browser"),
-        (f'glass inspect {place} "3 1 4 15 9" --kind cross --layer 1', "where it looks, and why"),
-        (f'glass generate {place} "3 1 4 15 9" --beams 4', "its four likeliest answers"),
+        (
+            f'glass inspect {place} "3 1 4 15 9" --kind cross --layer 1',
+            "what it attends to, and why",
+        ),
+        (f'glass generate {place} "3 1 4 15 9" --beams 4', "its four most probable outputs"),
         (f"glass evaluate {place} --split longer", "rows longer than it ever saw"),
         (f"glass verify {place}", "the certificate, row by row"),
     ]
@@ -189,7 +192,7 @@ def _after_training(run: "TrainingRun", result: dict[str, Any], say: Any) -> int
     warned = f"{report.warnings} warned, " if report.warnings else ""
     say(
         f"verified  {report.passed} checks passed, {report.failed} failed, {warned}"
-        f"{absent} not offered by this model"
+        f"{absent} do not apply to this model"
     )
     if report.failed:
         say(Report(tuple(f for f in report.findings if f.failed)).text())
@@ -197,8 +200,8 @@ def _after_training(run: "TrainingRun", result: dict[str, Any], say: Any) -> int
     result["examples"] = found["greedy"].examples
     result["exact_match"] = {way: one.exact_match for way, one in found.items()}
     shares = ", ".join(f"{way} {one.exact_match:.1%}" for way, one in found.items())
-    say(f"decoded   {result['examples']} held-out rows, wholly right: {shares}")
-    tell("4/4 look    where the decoder attends while it answers")
+    say(f"decoded   {result['examples']} held-out sequences, completely right: {shares}")
+    tell("4/4 look    what the decoder attends to")
     example = _example(model, run.task)
     result["attention"] = example.to_dict()
     say(example.text())
@@ -206,7 +209,7 @@ def _after_training(run: "TrainingRun", result: dict[str, Any], say: Any) -> int
     run.directory.write("report.html", page)
     result["report"] = str(run.directory.folder / "report.html")
     say(f"\nreport    {result['report']}: all of this and more, for any browser")
-    say(f"          (glass report {pasted(run.directory.folder)} makes it anew)")
+    say(f"          (glass report {pasted(run.directory.folder)} makes it again)")
     return 1 if report.failed else 0
 
 
@@ -267,11 +270,10 @@ class Example:
             self.weights_TS, rows=self.answer, columns=self.source, shades=shades
         )
         lines = [
-            f"\nasked     {_words(self.source)}",
-            f"answered  {_words(self.answer)}  ({'right' if self.right else 'wrong'})",
-            f"\ncross-attention, layer L{self.layer}, mean of its heads: each answer's row shows "
-            "where in",
-            f"the source it looked ({legend(shades)})\n",
+            f"\ninput     {_words(self.source)}",
+            f"output    {_words(self.answer)}  ({'right' if self.right else 'wrong'})",
+            f"\ncross-attention, layer L{self.layer}, mean of its heads: what each output token",
+            f"attends to in the source ({legend(shades)})\n",
         ]
         return "\n".join([*lines, *(f"  {line}" for line in picture.split("\n"))])
 
