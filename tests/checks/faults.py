@@ -224,6 +224,9 @@ FAULTS = (
     Fault("scales stay where codes are moved", "nn.cache:FixedCache.reorder", "for one in kept:", "for one in kept[::2]:", ROUNDED, "core"),
     Fault("codes without their signs", "nn.cache:from_int8", "codes_BKTH * scale_BKTH", "codes_BKTH.abs() * scale_BKTH", NATIVE_ROUNDED, "core"),
     Fault("scales of 7 bits", "nn.cache:to_int8", "scale_R1.view(", "(2 * scale_R1).view(", NATIVE_ROUNDED, "qwen"),
+    Fault("scales one part in 128 too small", "nn.cache:to_int8", "scale_R1.view(", "(scale_R1 * (127 / 128)).view(", NATIVE_ROUNDED, "core"),
+    Fault("codes of the next head", "nn.cache:from_int8", "codes_BKTH * scale_BKTH", "codes_BKTH.roll(1, 1) * scale_BKTH", NATIVE_ROUNDED, "core"),
+    Fault("codes of the position before", "nn.cache:from_int8", "codes_BKTH * scale_BKTH", "codes_BKTH.roll(1, 2) * scale_BKTH", NATIVE_ROUNDED, "core"),
     # experts
     Fault("experts' weights not normalized", "nn.ffn:route", "weights_A / weights_A.sum(-1, keepdim=True)", "weights_A * 1.0", GROUPED_EXPERTS),
     Fault("one expert too few", "nn.ffn:route", "order_E[..., :chosen]", "order_E[..., : max(1, chosen - 1)]", GROUPED_EXPERTS),

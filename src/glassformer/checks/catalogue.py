@@ -672,7 +672,7 @@ def _verdict(check: SubjectCheck, subject: Subject, measure: Measure, dtype: str
         return "limit"
     if measure.worst <= measure.rounding:
         return "rounding"
-    if measure.dtype == "float64" or not math.isfinite(measure.worst):
+    if measure.evident or measure.dtype == "float64" or not math.isfinite(measure.worst):
         return "bug"
     bar = max(measure.tolerance, measure.rounding)
     if subject.double is not None and dtype == "torch.float32":

@@ -41,7 +41,8 @@ class Measure:
 
     `rounding` is the size below which a gap is put down to rounding where bits should be equal;
     `limit` is filled where the claim fails as asked, and holds under the condition that it names;
-    `explains` says that rows after this one would fail for the same reason, limit or not.
+    `explains` says that rows after this one would fail for the same reason, limit or not; `evident`
+    that the tolerance is the model's own rounding, so that more is a bug without another precision.
     """
 
     worst: float
@@ -52,6 +53,7 @@ class Measure:
     rounding: float = 0.0
     limit: str = ""
     explains: bool = False
+    evident: bool = False
 
     @property
     def holds(self) -> bool:
