@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import glassformer as gf
-from glassformer.named import budget_lm, fsm_probe, seq2seq
+from glassformer.named import budget_lm, core, fsm_probe, seq2seq
 from glassformer.named.seq2seq import causal_mask, padding_mask, scaled_dot_product_attention
 
 LENGTHS = torch.tensor([3, 2, 1])
@@ -259,3 +259,48 @@ def test_marks_survive_what_does_not_change_the_mask():
 def test_lengths_that_are_none_raise(lengths):
     with pytest.raises(gf.GlassError, match="lengths"):
         padding_mask(lengths, max_length=4)
+
+
+#: A part alone, given what does not fit it: a message of ours, not torch's.
+UNFIT = {
+    "width of attention": lambda: seq2seq.MultiHeadAttention(8, 2)(x(3, 3, 7)),
+    "memory of another batch": lambda: seq2seq.MultiHeadAttention(8, 2)(x(3, 3, 8), x(2, 3, 8)),
+    "memory of another width": lambda: seq2seq.DecoderLayer(8, 2)(x(3, 3, 8), x(3, 3, 7)),
+    "two axes": lambda: seq2seq.EncoderLayer(8, 2)(x(3, 8)),
+    "whole numbers": lambda: fsm_probe.TransformerBlock(8, 2, 5)(torch.ones(1, 2, 8).long()),
+    "feed-forward": lambda: seq2seq.FeedForward(8)(x(3, 3, 7)),
+    "mlp of 000": lambda: fsm_probe.MLP(8, 5)(x(3, 3, 7)),
+    "mlp of 002": lambda: core.MLP(8, 5)(x(3, 3, 7)),
+    "attention of 002": lambda: core.MultiHeadAttention(8, 2)(x(3, 3, 7)),
+    "block of 002": lambda: core.TransformerBlock(8, 2, 5)(x(3, 7)),
+    "swiglu": lambda: budget_lm.SwiGLU(8, 5)(x(3, 3, 7)),
+    "positions": lambda: seq2seq.PositionalEncoding(8)(x(3, 3, 1)),
+    "positions of 000": lambda: fsm_probe.PositionalEncoding(8)(x(3, 3, 1)),
+    "an id": lambda: seq2seq.TokenEmbedding(7, 4)(torch.tensor([[7]])),
+    "an id below": lambda: fsm_probe.TokenEmbedding(7, 4)(torch.tensor([[-1]])),
+    "an id of factors": lambda: fsm_probe.FactorizedEmbedding(7, 4, 2)(torch.tensor([[7]])),
+    "d_k": lambda: scaled_dot_product_attention(x(2, 3, 4), x(2, 3, 5), x(2, 3, 5)),
+    "length of v": lambda: scaled_dot_product_attention(x(2, 3, 4), x(2, 5, 4), x(2, 3, 4)),
+    "batch of k": lambda: scaled_dot_product_attention(x(2, 3, 4), x(1, 3, 4), x(1, 3, 4)),
+    "dtypes": lambda: scaled_dot_product_attention(x(2, 3, 4), x(2, 3, 4).double(), x(2, 3, 4)),
+    "no heads": lambda: seq2seq.MultiHeadAttention(8, 0),
+    "no heads to split": lambda: seq2seq.split_heads(x(2, 3, 8), 0),
+    "targets": lambda: seq2seq.masked_cross_entropy(x(2, 3, 5), torch.full((2, 3), 5)),
+    "targets of another length": lambda: seq2seq.masked_cross_entropy(
+        x(2, 3, 5), torch.ones(2, 4, dtype=torch.long)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_a_part_raises_a_message(name):
+    with pytest.raises(gf.GlassError):
+        UNFIT[name]()
+
+
+def test_what_padding_holds_is_no_target():
+    logits, targets = x(2, 3, 5), torch.tensor([[1, 2, -100], [3, 99, 99]])
+    valid = padding_mask([2, 1], max_length=3)
+    real = torch.tensor(valid.tolist())
+    expected = F.cross_entropy(logits[real], targets[real])
+    torch.testing.assert_close(seq2seq.masked_cross_entropy(logits, targets, valid), expected)

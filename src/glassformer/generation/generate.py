@@ -70,7 +70,8 @@ def generate(
     *,
     draft: TextModel | Model | None = None,
     **options: Any,
-) -> Generated: ...
+) -> Generated:
+    """Continue one prompt."""
 
 
 @overload
@@ -80,7 +81,8 @@ def generate(
     *,
     draft: TextModel | Model | None = None,
     **options: Any,
-) -> list[Generated]: ...
+) -> list[Generated]:
+    """Continue each of several prompts."""
 
 
 def generate(

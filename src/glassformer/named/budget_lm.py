@@ -200,8 +200,12 @@ class SwiGLU(ffn.SwiGLU):
     def __init__(self, d_model: int, d_ff: int, *, dropout: float = 0.0) -> None:
         described = spec.SwiGLU(d_ff=d_ff)
         super().__init__(described, d_model, dropout=dropout)
+        self.d_model = d_model
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(masks.wide("x", x, self.d_model))
 
 
 def _block(d_model: int, n_heads: int, d_ff: int = 1) -> spec.Block:

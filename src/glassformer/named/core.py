@@ -20,7 +20,7 @@ from glassformer.adapters.native import CustomTransformerAdapter, TrainingConfig
 from glassformer.adapters.registry import QwenAdapter, adapter_named, register
 from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
-from glassformer.named.masks import vectors
+from glassformer.named.masks import vectors, wide
 from glassformer.nn import attention, block, ffn, norm
 from glassformer.nn.linear import initialise
 from glassformer.nn.mask import Mask
@@ -92,8 +92,12 @@ class MLP(ffn.MLP):
     ) -> None:
         described = spec.MLP(d_ff=d_ff)
         super().__init__(described, d_model)
+        self.d_model = d_model
         rules = manifest.ffn_parameters(described, "", d_model, init=NormalInit())
         initialise(self, tuple(rules), generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(wide("x", x, self.d_model))
 
 
 class LayerNorm(norm.LayerNorm):

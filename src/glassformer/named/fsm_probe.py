@@ -249,8 +249,12 @@ class MLP(ffn.MLP):
     def __init__(self, d_model: int, d_mlp: int, dropout: float = 0.0) -> None:
         described = spec.MLP(d_ff=d_mlp)
         super().__init__(described, d_model, dropout=dropout)
+        self.d_model = d_model
         rules = manifest.ffn_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(masks.wide("x", x, self.d_model))
 
 
 class TransformerBlock(block.TransformerBlock):

@@ -248,6 +248,14 @@ def vectors(name: str, x: Any, width: int | None, *, like: Tensor | None = None)
         raise InputError(f"{name} has a batch of {len(x)}, x one of {len(like)}")
 
 
+def wide(name: str, x: Any, width: int) -> Tensor:
+    """Return vectors (..., width) of floating-point numbers, checked."""
+    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
+        kind = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} is {kind}", hint=f"floating-point numbers (..., {width})")
+    return x
+
+
 def token_ids(tokens: Any, vocab_size: int, *, name: str = "token") -> None:
     """Require whole numbers below vocab_size, [batch, seq] or any other shape."""
     whole = isinstance(tokens, Tensor) and tokens.dtype in (torch.int64, torch.int32)

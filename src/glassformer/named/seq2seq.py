@@ -185,8 +185,12 @@ class FeedForward(ffn.MLP):
         described = next(whole.decoder.blocks()).ffn
         assert isinstance(described, spec.MLP)
         super().__init__(described, d_model, dropout=dropout)
+        self.d_model = d_model
         rules = manifest.ffn_parameters(described, "", d_model, init=XavierInit())
         initialise(self, tuple(rules))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(masks.wide("x", x, self.d_model))
 
 
 class TokenEmbedding(embedding.TokenEmbedding):
