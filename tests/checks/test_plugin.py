@@ -1,6 +1,9 @@
 """The certificate in other people's tests: fixture, rows as tests, reports, older certificates."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +14,7 @@ from glassformer.checks.plugin import certify
 from glassformer.cli.main import app
 from glassformer.spec.errors import FileError, InputError
 from tests.checks.strangers import CACHED, made
+from tests.contracts.test_docs import ROOT
 
 pytest_plugins = ["pytester"]
 
@@ -107,5 +111,25 @@ def test_rows_become_tests(pytester):
     assert len(passed) > 3
     assert skipped
     assert not failed
-    _, _, failed = pytester.inline_run(*plugin, "--glass", "models:bad").listoutcomes()
-    assert any(FUTURE in report.nodeid for report in failed)
+    both = ("--glass", "models:good", "--glass", "models:bad")
+    run = pytester.inline_run(*plugin, *both)
+    _, _, failed = run.listoutcomes()
+    assert f"models:bad::{FUTURE}" in [report.nodeid for report in failed]
+    assert not any(report.nodeid.startswith("models:good") for report in failed)
+    counted = sum(len(report.result) for report in run.getreports("pytest_collectreport")
+                  if report.nodeid.startswith("models:"))  # fmt: skip
+    assert counted == len([r for r in run.getreports("pytest_runtest_logreport")
+                           if r.when == "call" or r.skipped]) - 1 > 50  # fmt: skip
+    # An id runs its row alone.
+    alone = pytester.inline_run(*plugin, "--glass", failed[0].nodeid, "-k", "models")
+    assert [r.nodeid for r in alone.listoutcomes()[2]] == [failed[0].nodeid]
+
+
+def test_pytest_finds_the_plugin_and_torch_is_not_imported_for_it():
+    """By an entry point of the name that `-p` has, so that the two are one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (entry,) = project["project"]["entry-points"]["pytest11"].items()
+    assert entry == (certify.__module__, certify.__module__)
+    lines = f"import sys, {certify.__module__}; print('torch' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "False"

@@ -1,19 +1,18 @@
 """A pytest plugin: the certificate as a fixture, and as one test for each row.
 
-Load it with `-p glassformer.checks.plugin`, or in a conftest.py with
-`pytest_plugins = ["glassformer.checks.plugin"]`.
-`pytest --glass package.module:factory` adds a test for each row of that model.
+pytest finds it where glassformer is installed; torch is imported by the first model alone.
+`pytest --glass package.module:factory` adds a test for each row of that model, and
+`--glass "package.module:factory::row"`, the id of such a test, that row alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from glassformer.checks.catalogue import SUBJECT_CHECKS, Finding
-from glassformer.checks.report import Report, verify
-from glassformer.checks.subject import subject_of_factory
-from glassformer.spec.errors import InputError, nearest
+if TYPE_CHECKING:  # which imports torch, and every pytest loads this file
+    from glassformer.checks.catalogue import Finding
+    from glassformer.checks.report import Report
 
 
 def certify(
@@ -22,17 +21,16 @@ def certify(
     rows: Iterable[str] | None = None,
     expect: Mapping[str, str] | None = None,
     **options: Any,
-) -> Report:
+) -> "Report":
     """Verify a model; raise AssertionError if a row fails.
 
     `rows` limits what may fail to these names, each of which must have been offered; `expect` maps
     a row to the verdict that is known and accepted, and fails as soon as the verdict is another.
     """
+    from glassformer.checks.report import verify
+
     expected, chosen = dict(expect or {}), None if rows is None else set(rows)
-    known = {check.name for check in SUBJECT_CHECKS}
-    for name in (*expected, *(chosen or ())):
-        if name not in known:
-            raise InputError(f"no check '{name}'", hint=nearest(name, known))
+    _known([*expected, *(chosen or ())])
     report = verify(model, **options)
     wrong = []
     for f in report.findings:
@@ -48,16 +46,40 @@ def certify(
     return report
 
 
+def _known(names: Iterable[str]) -> None:
+    """Refuse a row that is none."""
+    from glassformer.checks.catalogue import SUBJECT_CHECKS
+    from glassformer.spec.errors import InputError, nearest
+
+    known = {check.name for check in SUBJECT_CHECKS}
+    for name in names:
+        if name not in known:
+            raise InputError(f"no check '{name}'", hint=nearest(name, known))
+
+
 @pytest.fixture
-def glass_certificate() -> Callable[..., Report]:
+def glass_certificate() -> "Callable[..., Report]":
     """Return `certify(model, rows=None, expect=None, ...)`, which returns the report."""
     return certify
+
+
+class Certificate(pytest.Collector):
+    """A model whose rows are tests; its name begins their ids."""
+
+    findings: "Sequence[Finding]"
+
+    def collect(self) -> Iterator["Row"]:
+        """Yield a test for each row."""
+        for finding in self.findings:
+            row = Row.from_parent(self, name=finding.name)
+            row.finding = finding
+            yield row
 
 
 class Row(pytest.Item):
     """One row of a certificate as a test."""
 
-    finding: Finding
+    finding: "Finding"
 
     def runtest(self) -> None:
         """Fail where the row is a bug; skip where it was not offered."""
@@ -88,11 +110,29 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Add a test for each row of each model that was named."""
     for reference in config.getoption("--glass"):
-        try:
-            report = verify(subject_of_factory(reference))
-        except InputError as error:
-            raise pytest.UsageError(str(error)) from error
-        for finding in report.findings:
-            row = Row.from_parent(session, name=finding.name)
-            row.finding = finding
-            items.append(row)
+        certificate = Certificate.from_parent(
+            session, name=_model(reference), nodeid=_model(reference)
+        )
+        certificate.findings = _findings(reference)
+        report = certificate.ihook.pytest_make_collect_report(collector=certificate)
+        certificate.ihook.pytest_collectreport(report=report)  # so that they are counted
+        items.extend(report.result)
+
+
+def _model(reference: str) -> str:
+    return reference.partition("::")[0]
+
+
+def _findings(reference: str) -> "Sequence[Finding]":
+    """Return the rows of a model, or the one that is named after `::`."""
+    from glassformer.checks.report import verify
+    from glassformer.checks.subject import subject_of_factory
+    from glassformer.spec.errors import InputError
+
+    row = reference.partition("::")[2]
+    try:
+        _known([row] if row else [])
+        found = verify(subject_of_factory(_model(reference))).findings
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from error
+    return [finding for finding in found if row in ("", finding.name)]
