@@ -366,7 +366,6 @@ ONE_IMPORTER = {
     "named.seq2seq": "one source document's names; the package is their table",
     "serve.app": "the endpoints; the verb starts them",
     "serve.answers": "the shapes of answers and their streams; the endpoints make them",
-    "spec.program": "what a model computes, operation by operation; whoever needs to know reads it",
     "training.stacked_step": "the step of many models; the engine is what surrounds it",
     "web.app.server": "the explorer's app; cli starts it",
     "web.pages.design": "a page with its routes; the server is the table",

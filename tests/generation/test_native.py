@@ -16,10 +16,11 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.models.model import build
 from glassformer.quant.convert import quantize_model
-from glassformer.spec import model as specs
 from glassformer.spec import presets
+from glassformer.spec import program as kinds
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
+from glassformer.spec.program import ANY
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Int4, Int8
 from tests.generation import checks
@@ -200,10 +201,10 @@ def test_weights_that_are_no_numbers_are_reported():
 
 def test_what_it_does_not_know_is_left_to_others(monkeypatch):
     with monkeypatch.context() as unknown:
-        unknown.delitem(program.FOLLOWED, specs.MoE)
-        assert "has no MoE" in why_not(checks.single("moe"))
-        unknown.setitem(program.FOLLOWED, specs.Rotary, "base scaling")
-        assert "Rotary.share" in why_not(checks.single("neox"))
+        unknown.delitem(program.RUNS, kinds.Route)
+        assert "has no Route" in why_not(checks.single("moe"))
+        unknown.setitem(program.RUNS, kinds.Rotate, {"base": ANY, "scaling": ANY})
+        assert "has no Rotate share=0.5" in why_not(checks.single("neox"))
     assert "float64" in why_not(built(checks.SPECS["rotary"]))
     hooked = checks.single("rotary")
     hooked.blocks[0].ffn.register_forward_hook(lambda *_: None)
@@ -221,12 +222,12 @@ def test_what_it_does_not_know_is_left_to_others(monkeypatch):
 
 
 def test_a_field_that_it_does_not_know_is_not_passed_over(monkeypatch):
-    """Behave as if `n_kv_heads` had been added to the spec after the native step was written."""
-    grouped, plain = checks.single("rotary"), checks.single("learned")
-    assert not why_not(grouped) and not why_not(plain)
-    older = program.FOLLOWED[specs.Attention].replace("n_kv_heads", "")
-    monkeypatch.setitem(program.FOLLOWED, specs.Attention, older)
-    assert "Attention.n_kv_heads" in why_not(grouped)
+    """Behave as if `softcap` had been added to attention after the native step was written."""
+    capped, plain = checks.single("gemma"), checks.single("learned")
+    assert not why_not(capped) and not why_not(plain)
+    older = {"before": ANY, "after": {0, None}}
+    monkeypatch.setitem(program.RUNS, kinds.Attend, older)
+    assert "Attend softcap=" in why_not(capped)
     assert not why_not(plain), "it has the default"
-    monkeypatch.delitem(program.FOLLOWED, specs.Learned)
-    assert "Learned" in why_not(plain)
+    monkeypatch.delitem(program.RUNS, kinds.AddRows)
+    assert "AddRows" in why_not(plain)

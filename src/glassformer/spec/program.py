@@ -301,6 +301,18 @@ class Program:
         """Every tap, in the order of the computation."""
         return tuple(name for op in self.ops for name in op.taps)
 
+    def for_head(self, name: str) -> "Program":
+        """Return the part of it that one head needs."""
+        own = (f"heads.{name}", f"transforms.{name}")
+        ops = tuple(
+            op
+            for op in self.ops
+            if op.part in own or not op.part.startswith(("heads.", "transforms."))
+        )
+        written = {op.writes for op in ops}
+        values = {key: value for key, value in self.values.items() if key in written}
+        return Program(ops, values, self.hidden, {name: self.outputs[name]})
+
     def memories(self) -> tuple[str, ...]:
         """Every memory, in the order in which they are written."""
         return tuple(

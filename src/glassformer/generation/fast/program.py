@@ -7,9 +7,7 @@ run. Imports no torch.
 """
 
 import ctypes
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, assert_never, get_args
 
 import numpy as np
@@ -19,12 +17,14 @@ from glassformer.kernels import tables
 from glassformer.kernels.integer import IntegerTiles
 from glassformer.kernels.packed import PACKED, PackedMatrix
 from glassformer.spec import model as spec
+from glassformer.spec import program as kinds
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.execution import KV_GROUP
-from glassformer.spec.manifest import is_tied, manifest
+from glassformer.spec.manifest import manifest
 from glassformer.spec.model import rotary_of
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import alibi_slopes
+from glassformer.spec.program import ANY, Runs, missing
 from glassformer.store.tensors import BFLOAT16, widened
 
 # N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs
@@ -40,81 +40,58 @@ Matrix = Array | PackedMatrix | IntegerTiles
 
 # --- what the C file can do -----------------------------------------------------------------------
 
-#: The parts of a spec that the program follows, with their fields. A field that is not here must
-#: have its default, and a part that is not here is not run: what was added to the spec since is
-#: never passed over in silence.
-FOLLOWED: dict[type, str] = {
-    spec.ModelSpec: "vocab_size d_model max_seq_len decoder encoder embedding position heads "
-    "source_vocab_size share_embedding",
-    spec.Stack: "layers final_norm embed_norm",
-    spec.Layers: "count block",
-    spec.Block: "attention ffn norm placement cross residual_scale",
-    spec.Attention: "n_heads n_kv_heads d_head bias qk_norm causal window scale softcap "
-    "qk_norm_over qk_norm_last sinks position",
-    spec.MLP: "d_ff activation bias",
-    spec.SwiGLU: "d_ff bias activation",
-    spec.MoE: "n_experts experts_per_token expert normalize shared shared_gate balance router_bias",
-    spec.LayerNorm: "eps bias",
-    spec.RMSNorm: "eps offset",
-    spec.NoPosition: "",
-    spec.Sinusoidal: "base",
-    spec.Learned: "offset",
-    spec.Rotary: "base scaling share",
-    spec.ALiBi: "max_bias scaled",
-    spec.PlainEmbedding: "",
-    spec.ScaledEmbedding: "factor",
-    spec.FactorizedEmbedding: "rank l1",
-    spec.NextHead: "tied bias scale softcap",
+ACTIVATIONS: tuple[spec.Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
+assert set(ACTIVATIONS) == set(get_args(spec.Activation))
+#: The kinds of operations that the C file runs, with their fields. Tables of positions are read and
+#: not computed again: it does not matter how they were made.
+RUNS: Runs = {
+    kinds.Embed: {"scale": ANY},
+    kinds.AddRows: {"table": ANY, "offset": ANY},
+    kinds.Norm: {"form": ANY, "offset": ANY},
+    kinds.Linear: {"transposed": ANY},
+    kinds.Rotate: {"base": ANY, "scaling": ANY, "share": ANY},
+    kinds.Bias: {"form": ANY, "causal": ANY},
+    kinds.Remember: {},
+    kinds.Attend: {"before": ANY, "after": {0, None}, "softcap": ANY},
+    kinds.Activate: {"function": set(ACTIVATIONS)},
+    kinds.Gate: {"function": {*ACTIVATIONS, "sigmoid"}},
+    kinds.Adjust: {"scale": ANY, "softcap": ANY},
+    kinds.Route: {"normalize": ANY, "balance": ANY},
+    kinds.Gather: {},
+    kinds.Scatter: {},
+    kinds.Add: {"scale": ANY},
+    spec.Sinusoidal: {"base": ANY, "form": ANY, "offset": ANY},
+    OwnPosition: dict.fromkeys(("source", "sha256", "options", "parameters"), ANY),
+    spec.ALiBi: {"max_bias": ANY, "scaled": ANY},
+    spec.LinearScaling: {},
+    spec.Llama3Scaling: dict.fromkeys(("low_freq_factor", "high_freq_factor"), ANY)
+    | {"original_max_seq_len": ANY},
+    spec.YarnScaling: dict.fromkeys(("beta_fast", "beta_slow"), ANY)
+    | {"attention_factor": ANY, "truncate": ANY},
+    spec.LongRopeScaling: {"attention_factor": ANY, "extended": ANY},
 }
-#: Parts and fields that no step depends on: how a model is trained, how its tables were computed
-#: (they are read, not computed again), and its other heads.
-APART = (
-    *get_args(spec.Init),
-    spec.Dropout,
-    OwnPosition,
-    spec.LinearScaling,
-    spec.Llama3Scaling,
-    spec.YarnScaling,
-    spec.LongRopeScaling,
-    spec.ClassHead,
-    spec.StateHead,
-    spec.AnswerHead,
-)
+HEAD = "next"
 
 
 def unknown_part(model: spec.ModelSpec, *, kv_cache: KVCache = "float") -> str:
     """Return what a model of this spec has that the C file cannot run; empty if it can."""
-    if found := _unknown(model):
-        return found
-    wide = max(block.attention.head_width(model.d_model) for block in model.decoder.blocks())
-    if kv_cache == "int8" and wide > WIDEST_ROUNDED:
-        return f"heads of {wide} numbers, and in 8 bits it keeps those of {WIDEST_ROUNDED} at most"
-    if not all(block.attention.causal for block in model.decoder.blocks()):
-        return "its decoder is not causal"
-    for block in model.encoder.blocks() if model.encoder is not None else ():
-        if block.attention.causal or block.attention.window:
-            return "the native step reads a source from both sides, without a window"
-    return ""
-
-
-def _unknown(node: object) -> str:
-    """Return the first part or field of a spec that the program does not follow, or nothing."""
-    if isinstance(node, tuple):
-        return next((found for each in node if (found := _unknown(each))), "")
-    if not is_dataclass(node) or isinstance(node, APART):
-        return ""
-    kind = type(node)
-    if kind not in FOLLOWED:
-        return f"the native step has no {kind.__name__}"
-    for each in fields(node):
-        value = getattr(node, each.name)
-        if isinstance(value, APART):
+    if HEAD not in model.head_names():
+        return "the native step is for models that predict the next token"
+    made = kinds.program(model).for_head(HEAD)
+    if lacks := missing(made, RUNS):
+        return f"the native step has no {lacks[0]}"
+    for op in made.ops:
+        if not isinstance(op.kind, kinds.Attend):
             continue
-        known = each.name in FOLLOWED[kind].split()
-        if not known and value != each.default:
-            return f"the native step does not know {kind.__name__}.{each.name}"
-        if known and (found := _unknown(value)):
-            return found
+        if op.part.startswith("encoder.") or op.part.endswith(".cross"):
+            if (op.kind.before, op.kind.after) != (None, None):
+                return "the native step reads a source from both sides, without a window"
+            continue
+        if op.kind.after != 0:
+            return "its decoder is not causal"
+        wide, most = made.values[op.reads[0]].width // op.kind.heads, WIDEST_ROUNDED
+        if kv_cache == "int8" and wide > most:
+            return f"heads of {wide} numbers, and in 8 bits it keeps those of {most} at most"
     return ""
 
 
@@ -234,8 +211,6 @@ def as_floats(array: Array) -> NDArray[np.float32]:
 INTEGER, BLOCKS = 2, 3  # of the forms of weights, after float32 and bfloat16
 OWN, SOURCE = range(2)  # memories
 EVERY = 1  # of the rows that a feed-forward is added to: all, not those that chose it
-ACTIVATIONS: tuple[spec.Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "relu2")
-assert set(ACTIVATIONS) == set(get_args(spec.Activation))
 #: Buffers: the residual stream, a norm's output, wide activations, heads, the output of an
 #: activation, hidden states and logits of chosen tokens, a factorized embedding's rows, and rows of
 #: an integer product before they are put where they belong. Then a second norm's output, what a
@@ -268,22 +243,34 @@ class _Floating(ctypes.Structure):
     )
 
 
-class Program:
+class NativeProgram:
     """Operations over buffers, the widest row of each buffer, and the size of a page in floats.
 
-    `stack` is the prefix of the names of the side that is written, `kv_cache` the form of the keys
-    and values of a sequence's own past.
+    It is lowered from a model's program: values get buffers, queries, keys and values one row, what
+    is only added to the residual stream is added where it is made. `kv_cache` is the form of the
+    keys and values of a sequence's own past, `cross` the places of a source's in its page.
     """
 
     def __init__(
-        self, model: spec.ModelSpec, source: Source, stack: str, kv_cache: KVCache = "float"
+        self,
+        made: kinds.Program,
+        source: Source,
+        stack: str,
+        *,
+        kv_cache: KVCache = "float",
+        cross: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.source, self.prefix = model, source, stack
+        self.made, self.source, self.prefix = made, source, stack
         self.kv_cache: KVCache = kv_cache
+        self.cross = cross or {}
         self.ops: list[Op] = []
         self.widths = [1] * BUFFERS
         self.page = 0
         self._kept: list[object] = []  # what the operations point to
+        self._at: dict[str, int] = {}  # the buffer of each value
+        #: The last operation that reads a value, by its number.
+        self._last = {name: number for number, op in enumerate(made.ops) for name in op.reads}
+        self._added: set[str] = set()  # values that were added where they were made
 
     def compiled(self) -> ctypes.Array[Op]:
         """Return the operations as C reads them."""
@@ -318,40 +305,26 @@ class Program:
         self._kept.append(array)
         return array, array.dtype == BFLOAT16
 
-    def norm(
-        self,
-        norm: spec.Norm,
-        name: str,
-        source: int,
-        to: int,
-        row: int,
-        *,
-        first: int = 0,
-        count: int = 1,
-    ) -> None:
-        """Add a norm of `count` pieces of a row, from number `first` on."""
-        gain, bias = self.array(f"{name}.weight"), None
-        match norm:
-            case spec.LayerNorm():
-                form, bias = 0, self.source.array(f"{name}.bias")
-            case spec.RMSNorm():
-                form = 1
-                if norm.offset:
-                    gain = np.float32(1.0) + as_floats(gain)
-            case _ as unreachable:
-                assert_never(unreachable)
+    def norm(self, op: kinds.Op, source: int, to: int, row: int, *, first: int = 0) -> None:
+        """Add a norm of the pieces of a row, from number `first` on."""
+        kind = op.kind
+        assert isinstance(kind, kinds.Norm) and op.writes is not None
+        gain = self.array(op.weights[0])
+        bias = self.array(op.weights[1]) if len(op.weights) > 1 else None
+        if kind.offset:
+            gain = np.float32(1.0) + as_floats(gain)
         self.add(
             NORM,
             source,
             to,
             (row, row),
-            form=form,
+            form=int(kind.form == "rms"),
             first=first,
-            count=count,
-            width=len(gain),
+            count=self.made.values[op.writes].width // kind.over,
+            width=kind.over,
             weight=self.floats(gain),
             bias=self.floats(bias),
-            number=norm.eps,
+            number=kind.eps,
         )
 
     def product(
@@ -419,108 +392,178 @@ class Program:
         """Add a factor and a cap, c tanh(x / c), from one buffer to (or onto) another."""
         self.add(ADJUST, source, to, (width, width), number=factor, cap=cap or 0.0, onto=onto)
 
-    # --- the parts of a model
+    # --- lowering
 
-    def embedding(self) -> None:
+    def lower(self, numbers: range) -> None:
+        """Add the operations of these numbers."""
+        at = numbers.start
+        while at < numbers.stop:
+            at += self.lower_from(at)
+
+    def lower_from(self, at: int) -> int:
+        """Add an operation and those that belong to it; return how many they are."""
+        op = self.made.ops[at]
+        match op.kind:
+            case kinds.Embed():
+                return self.embedding(at)
+            case kinds.AddRows():
+                table, D = self.source.added(self.prefix), self.width(op.reads[0])
+                self.add(ADD_POSITION, X, X, (D, D), weight=self.floats(table))
+                self.put(op, X)
+            case kinds.Bias():
+                pass  # the slopes of a layer's heads are read with its attention
+            case kinds.Norm():
+                self.stream_norm(op, at)
+            case kinds.Add():
+                self.join(op)
+            case kinds.Linear():
+                part = [one for one in self.made.ops[at:] if one.part == op.part]
+                if any(isinstance(one.kind, kinds.Attend) for one in part):
+                    return self.attention(part)
+                if isinstance(self.made.ops[at + 1].kind, kinds.Route):
+                    return self.experts(at)
+                return self.dense(at, self._at[op.reads[0]])
+            case _:
+                raise AssertionError(f"{type(op.kind).__name__} begins no part")
+        return 1
+
+    def width(self, value: str) -> int:
+        """Return the numbers of a value's row."""
+        return self.made.values[value].width
+
+    def put(self, op: kinds.Op, buffer: int) -> None:
+        """Note the buffer of what an operation writes."""
+        assert op.writes is not None
+        self._at[op.writes] = buffer
+
+    def destination(self, value: str) -> tuple[int, bool]:
+        """Return the buffer of a part's output, and True if it is added to what is there."""
+        then = self.made.ops[self._last[value]].kind
+        onto = isinstance(then, kinds.Add) and then.scale == 1.0
+        if onto:
+            self._added.add(value)
+        self._at[value] = X if onto else ADDED
+        return self._at[value], onto
+
+    def embedding(self, at: int) -> int:
         """Add the lookup of each new token, times the scale if there is one."""
-        name, D, scale, to, leaf = f"{self.prefix}embed", self.model.d_model, 1.0, X, "weight"
-        match self.model.embedding:
-            case spec.ScaledEmbedding() as scaled:
-                scale = scaled.scale(D)
-            case spec.FactorizedEmbedding():
-                to, leaf = NARROW, "u"
-            case spec.PlainEmbedding():
-                pass
-            case _ as unreachable:
-                assert_never(unreachable)
-        if (weight := self.source.integer(name)) is not None:
+        op, then = self.made.ops[at : at + 2]
+        factored = isinstance(then.kind, kinds.Linear) and then.kind.transposed
+        assert isinstance(op.kind, kinds.Embed) and op.writes is not None
+        name, width = layer_of(op), self.width(op.writes)
+        if not factored and (weight := self.source.integer(name)) is not None:
             self._kept.append(weight)
             table = {"form": INTEGER, "weight": weight.address}
-            self.add(EMBED, X, X, (D, D), number=scale, **table)
-            return
-        if (blocks := self.source.packed(name)) is not None:
-            matrix = self.matrix(blocks, None)
-            table = {"form": BLOCKS, "weight": ctypes.addressof(matrix)}
-            self.add(EMBED, X, X, (D, D), number=scale, **table)
-            return
-        rows, half = self.kept(self.array(f"{name}.{leaf}"))
-        size = (rows.shape[1], rows.shape[1])
-        self.add(EMBED, to, to, size, form=int(half), weight=rows.ctypes.data, number=scale)
-        if to == NARROW:
-            self.product(self.array(f"{name}.v").T, None, NARROW, X)
-        assert self.widths[X] == D
+        elif not factored and (blocks := self.source.packed(name)) is not None:
+            table = {"form": BLOCKS, "weight": ctypes.addressof(self.matrix(blocks, None))}
+        else:
+            rows, half = self.kept(self.array(op.weights[0]))
+            table = {"form": int(half), "weight": rows.ctypes.data}
+        to = NARROW if factored else X
+        self.add(EMBED, to, to, (width, width), number=op.kind.scale, **table)
+        if factored:
+            self.product(self.array(then.weights[0]).T, None, NARROW, X)
+        self.put(then if factored else op, X)
+        return 1 + factored
 
-    def position(self) -> None:
-        """Add the table of positions, where there is one to be added."""
-        table, D = self.source.added(self.prefix), self.model.d_model
-        if table is not None:
-            self.add(ADD_POSITION, X, X, (D, D), weight=self.floats(table))
+    def stream_norm(self, op: kinds.Op, at: int) -> None:
+        """Add a norm of complete rows, in place if nothing else reads what it reads."""
+        value, source = op.reads[0], self._at[op.reads[0]]
+        to = source
+        if self._last[value] > at:
+            beside = (name for name, buffer in self._at.items() if buffer == NORMED)
+            to = BESIDE if any(self._last[name] > at for name in beside) else NORMED
+        self.norm(op, source, to, self.width(value))
+        self.put(op, to)
 
-    def heads(self, name: str, attention: spec.Attention, layer: int, source: int) -> None:
-        """Add self-attention from queries to heads; new keys and values are remembered."""
-        N, K, H = attention.n_heads, attention.kv_heads, attention.head_width(self.model.d_model)
-        row = (N + 2 * K) * H
-        self.linear(f"{name}.q_proj", source, WIDE, row=row)
-        self.linear(f"{name}.k_proj", source, WIDE, row=row, first=N * H)
-        self.linear(f"{name}.v_proj", source, WIDE, row=row, first=(N + K) * H)
-        if not attention.qk_norm_last:
-            self.qk_norm(name, attention, N, K, row)
-        turn = self.source.rotation(self.prefix, layer)
-        if turn is not None:
-            cos, sin = turn
-            self.add(
-                ROTATE,
-                WIDE,
-                WIDE,
-                (row, row),
-                count=N + K,
-                width=H,
-                groups=2 * cos.shape[1],
-                weight=self.floats(cos),
-                bias=self.floats(sin),
-            )
-        if attention.qk_norm_last:
-            self.qk_norm(name, attention, N, K, row)
-        self.remember(OWN, K, H, row, first=N * H)
+    def join(self, op: kinds.Op) -> None:
+        """Add what a part made to the residual stream, unless it was made there."""
+        stream, added = op.reads
+        assert self._at[stream] == X and isinstance(op.kind, kinds.Add)
+        if added not in self._added:
+            factor, width = op.kind.scale, self.width(stream)
+            self.adjust(self._at[added], X, width, factor=factor, onto=True)
+        self.put(op, X)
+
+    def attention(self, part: Sequence[kinds.Op]) -> int:
+        """Add attention, from queries to its output; new keys and values are remembered."""
+        attend = next(op for op in part if isinstance(op.kind, kinds.Attend))
+        kind, name, out = attend.kind, attend.memory, part[-1]
+        assert isinstance(kind, kinds.Attend) and attend.writes is not None
+        assert name is not None and attend.layer is not None and out.writes is not None
+        N, K, H = kind.heads, kind.kv_heads, self.width(attend.writes) // kind.heads
+        crossing = name in self.cross
+        row = N * H if crossing else (N + 2 * K) * H
+        places = {f"{name}.q": 0}
+        if not crossing:
+            places |= {f"{name}.k": N * H, f"{name}.v": (N + K) * H}
+        self.projected(part, places, row)
+        if not crossing:
+            self.remember(OWN, K, H, row, first=N * H)
         self.add(
             ATTEND,
             WIDE,
             HEADS,
             (row, N * H),
-            form=OWN,
+            form=SOURCE if crossing else OWN,
             count=N,
             groups=K,
             width=H,
-            layer=self.page,
-            window=attention.window or 0,
-            weight=self.floats(self.source.slopes(self.prefix, layer)),
-            bias=self.floats(self.source.array(f"{name}.sinks")),
-            number=_scale(attention, H),
-            cap=attention.softcap or 0.0,
-            causal=attention.causal,
-            rounded=self.kv_cache == "int8",
+            layer=self.cross[name] if crossing else self.page,
+            window=0 if kind.before is None else kind.before + 1,
+            weight=None if crossing else self.floats(self.source.slopes(self.prefix, attend.layer)),
+            bias=self.floats(self.array(attend.weights[0])) if attend.weights else None,
+            number=kind.scale,
+            cap=kind.softcap or 0.0,
+            causal=kind.after == 0,
+            rounded=not crossing and self.kv_cache == "int8",
         )
-        self.page += K * head_floats(H, self.kv_cache)
+        if not crossing:
+            self.page += K * head_floats(H, self.kv_cache)
+        to, onto = self.destination(out.writes)
+        self.linear(layer_of(out), HEADS, to, onto=onto)
+        return len(part)
 
-    def qk_norm(
-        self, name: str, attention: spec.Attention, N: int, K: int, row: int, first: int = 0
-    ) -> None:
-        """Add the norms of N heads of queries, and of K of keys behind them, if there are any."""
-        if attention.qk_norm is None:
-            return
-        for letter, heads in (("q", N), ("k", K)):
-            if heads:
-                count = 1 if attention.qk_norm_over == "all" else heads
-                self.norm(
-                    attention.qk_norm,
-                    f"{name}.{letter}_norm",
-                    WIDE,
-                    WIDE,
-                    row,
-                    first=first,
-                    count=count,
-                )
-            first += heads * attention.head_width(self.model.d_model)
+    def projected(self, part: Sequence[kinds.Op], places: Mapping[str, int], row: int) -> None:
+        """Add queries, keys and values side by side: all products, then what follows each.
+
+        `places` has the first number of each in a row. One rotation turns queries and keys.
+        """
+        chains = {
+            name: [op for op in part if op.writes == name or f"{op.writes}".startswith(f"{name}.")]
+            for name in places
+        }
+        for name, (product, *_) in chains.items():
+            source = self._at[product.reads[0]]
+            self.linear(layer_of(product), source, WIDE, row=row, first=places[name])
+        longest = max(chains.values(), key=len)
+        for step in range(1, len(longest)):
+            if isinstance(longest[step].kind, kinds.Rotate):
+                turned = [op[step] for op in chains.values() if len(op) > step]
+                self.turn(turned, row)
+                continue
+            for name, chain in chains.items():
+                if len(chain) > step:
+                    self.norm(chain[step], WIDE, WIDE, row, first=places[name])
+
+    def turn(self, turned: Sequence[kinds.Op], row: int) -> None:
+        """Add the rotation of heads that are side by side, queries before keys."""
+        first = turned[0]
+        assert isinstance(first.kind, kinds.Rotate) and first.layer is not None
+        table = self.source.rotation(self.prefix, first.layer)
+        assert table is not None
+        cos, sin = table
+        self.add(
+            ROTATE,
+            WIDE,
+            WIDE,
+            (row, row),
+            count=sum(op.kind.heads for op in turned if isinstance(op.kind, kinds.Rotate)),
+            width=self.width(first.reads[0]) // first.kind.heads,
+            groups=2 * cos.shape[1],
+            weight=self.floats(cos),
+            bias=self.floats(sin),
+        )
 
     def remember(self, memory: int, K: int, H: int, row: int, *, first: int) -> None:
         """Add the writing of keys and values, which are side by side in a row."""
@@ -537,172 +580,97 @@ class Program:
             rounded=memory == OWN and self.kv_cache == "int8",
         )
 
-    def cross(self, name: str, attention: spec.Attention, source: int, layer: int) -> None:
-        """Add cross-attention from queries to heads, over the source's memory."""
-        N, K, H = attention.n_heads, attention.kv_heads, attention.head_width(self.model.d_model)
-        self.linear(f"{name}.q_proj", source, WIDE)
-        self.qk_norm(name, attention, N, 0, N * H)
-        self.add(
-            ATTEND,
-            WIDE,
-            HEADS,
-            (N * H, N * H),
-            form=SOURCE,
-            count=N,
-            groups=K,
-            width=H,
-            layer=layer,
-            number=_scale(attention, H),
-            cap=attention.softcap or 0.0,
+    def dense(self, at: int, source: int, to: int | None = None, *, onto: bool = False) -> int:
+        """Add a feed-forward, written to (or onto) a buffer; without one, to where it belongs."""
+        count = next(
+            number
+            for number, op in enumerate(self.made.ops[at:])
+            if isinstance(op.kind, kinds.Activate | kinds.Gate)
         )
+        *into, act, down = self.made.ops[at : at + count + 2]
+        assert act.writes is not None and down.writes is not None
+        F = self.width(act.writes)
+        for place, op in enumerate(into):
+            self.linear(layer_of(op), source, WIDE, row=len(into) * F, first=place * F)
+        function = getattr(act.kind, "function")  # noqa: B009  # of either kind
+        form, wide = ACTIVATIONS.index(function), (len(into) * F, F)
+        self.add(ACTIVATE, WIDE, HIDDEN, wide, form=form, gated=len(into) > 1)
+        if to is None:
+            to, onto = self.destination(down.writes)
+        self.linear(layer_of(down), HIDDEN, to, onto=onto)
+        return count + 2
 
-    def feed(self, name: str, ffn: spec.FeedForward, source: int, to: int, *, onto: bool) -> None:
-        """Add a feed-forward, written to (or onto) a buffer."""
-        match ffn:
-            case spec.SwiGLU(d_ff=F):
-                self.linear(f"{name}.gate_proj", source, WIDE, row=2 * F)
-                self.linear(f"{name}.up_proj", source, WIDE, row=2 * F, first=F)
-                form = ACTIVATIONS.index(ffn.activation)
-                self.add(ACTIVATE, WIDE, HIDDEN, (2 * F, F), form=form, gated=True)
-            case spec.MLP(d_ff=F):
-                self.linear(f"{name}.up_proj", source, WIDE)
-                form = ACTIVATIONS.index(ffn.activation)
-                self.add(ACTIVATE, WIDE, HIDDEN, (F, F), form=form)
-            case spec.MoE():
-                self.experts(name, ffn, source, to, onto=onto)
-                return
-            case _ as unreachable:
-                assert_never(unreachable)
-        self.linear(f"{name}.down_proj", HIDDEN, to, onto=onto)
-
-    def experts(self, name: str, ffn: spec.MoE, source: int, to: int, *, onto: bool) -> None:
+    def experts(self, at: int) -> int:
         """Add a mixture: each expert reads the rows that chose it, one behind another."""
-        E, D = ffn.n_experts, self.widths[X]
+        ops, begin = self.made.ops, at
+        router, route = ops[at : at + 2]
+        kind = route.kind
+        assert isinstance(kind, kinds.Route) and route.writes is not None
+        end = next(
+            number
+            for number in range(at, len(ops))
+            if isinstance(ops[number].kind, kinds.Scatter) and ops[number].reads[0] == route.writes
+        )
+        shared = ops[end + 1].part.endswith(".shared_expert")
+        last = end
+        if shared:
+            last = next(n for n in range(end, len(ops)) if ops[end].writes in ops[n].reads)
+        out = ops[last].writes
+        assert out is not None
+        to, onto = self.destination(out)
+        E, D = self.width(route.writes), self.width(router.reads[0])
+        source = self._at[router.reads[0]]
         if source == to:  # a post-norm block: what all experts read is kept apart
             self.adjust(X, NORMED, D)
             source = NORMED
-        self.linear(f"{name}.gate", source, ROUTES)
-        count = ffn.experts_per_token
-        self.add(ROUTE, ROUTES, ROUTES, (E, E), count=count, gated=ffn.normalize)
-        for number in range(E):
-            which = {"groups": ROUTES, "count": E, "layer": number}
+        self.linear(layer_of(router), source, ROUTES)
+        self.add(ROUTE, ROUTES, ROUTES, (E, E), count=kind.chosen, gated=kind.normalize)
+        at += 2
+        while at < end:
+            gather = ops[at].kind
+            assert isinstance(gather, kinds.Gather)
+            which = {"groups": ROUTES, "count": E, "layer": gather.expert}
             self.add(GATHER, source, EXPERT, (D, D), **which)
-            self.feed(f"{name}.experts.{number}", ffn.expert, EXPERT, EXPERT, onto=False)
-            self.add(SCATTER, EXPERT, to, (D, D), onto=onto or number > 0, **which)
-        if ffn.shared is None:
-            return
-        if not ffn.shared_gate:
-            self.feed(f"{name}.shared_expert", ffn.shared, source, to, onto=True)
-            return
-        self.linear(f"{name}.shared_expert_gate", source, ROUTES)
-        self.feed(f"{name}.shared_expert", ffn.shared, source, EXPERT, onto=False)
-        which = {"groups": ROUTES, "count": 1}
-        self.add(SCATTER, EXPERT, to, (D, D), form=EVERY, onto=True, **which)
+            at += 1 + self.dense(at + 1, EXPERT, EXPERT)
+            self.add(SCATTER, EXPERT, to, (D, D), onto=onto or gather.expert > 0, **which)
+        gates = [op for op in ops[end:last] if isinstance(op.kind, kinds.Linear)][-1:]
+        if shared and isinstance(ops[last - 1].kind, kinds.Gate):
+            self.linear(layer_of(gates[0]), source, ROUTES)
+            self.dense(end + 1, source, EXPERT)
+            which = {"groups": ROUTES, "count": 1}
+            self.add(SCATTER, EXPERT, to, (D, D), form=EVERY, onto=True, **which)
+        elif shared:
+            self.dense(end + 1, source, to, onto=True)
+        return last + 1 - begin
 
-    def stack(self, stack: spec.Stack, cross_layers: Sequence[int]) -> None:
-        """Add embedding, positions and blocks."""
-        self.embedding()
-        self.position()
-        if stack.embed_norm is not None:
-            self.norm(stack.embed_norm, f"{self.prefix}embed_norm", X, X, self.model.d_model)
-        for layer, block in enumerate(stack.blocks()):
-            self.block(block, layer, cross_layers[layer] if cross_layers else 0)
-
-    def block(self, block: spec.Block, layer: int, memory: int) -> None:
-        """Add `TransformerBlock.forward`, line by line."""
-        name = f"{self.prefix}blocks.{layer}"
-        first, then, attn, ffn = (
-            f"{name}.{part}" for part in ("attn_norm", "ffn_norm", "attn", "ffn")
-        )
-        match block.placement:
-            case "pre" | "post":
-                pre = block.placement == "pre"
-                self.heads(attn, block.attention, layer, self._normed(block, first, pre))
-                self._join(f"{attn}.o_proj", first, block, post=not pre)
-                if block.cross is not None:
-                    cross, between = f"{name}.cross", f"{name}.cross_norm"
-                    self.cross(cross, block.cross, self._normed(block, between, pre), memory)
-                    self._join(f"{cross}.o_proj", between, block, post=not pre)
-                scaled, source = block.residual_scale != 1.0, self._normed(block, then, pre)
-                self.feed(ffn, block.ffn, source, ADDED if scaled else X, onto=not scaled)
-                self._finish(then, block, post=not pre)
-            case "sandwich" | "output":
-                around = block.placement == "sandwich"
-                outer = (first, then)
-                if around:
-                    outer = (f"{name}.attn_post_norm", f"{name}.ffn_post_norm")
-                self.heads(attn, block.attention, layer, self._normed(block, first, around))
-                self.linear(f"{attn}.o_proj", HEADS, ADDED)
-                self._add_normed(block, outer[0])
-                self.feed(ffn, block.ffn, self._normed(block, then, around), ADDED, onto=False)
-                self._add_normed(block, outer[1])
-            case "parallel" | "parallel_shared":
-                source = beside = self._normed(block, first, True)
-                if block.placement == "parallel":
-                    beside = BESIDE
-                    self.norm(block.norm, then, X, BESIDE, self.model.d_model)
-                self.heads(attn, block.attention, layer, source)
-                self.linear(f"{attn}.o_proj", HEADS, X, onto=True)
-                self.feed(ffn, block.ffn, beside, X, onto=True)
-            case "pre_ffn":
-                self.heads(attn, block.attention, layer, X)
-                self.linear(f"{attn}.o_proj", HEADS, X, onto=True)
-                self.feed(ffn, block.ffn, self._normed(block, then, True), X, onto=True)
-            case _ as unreachable:
-                assert_never(unreachable)
-
-    def _normed(self, block: spec.Block, name: str, wanted: bool) -> int:
-        """Return the buffer that a part reads: normalised first where the block says so."""
-        if not wanted:
-            return X
-        self.norm(block.norm, name, X, NORMED, self.model.d_model)
-        return NORMED
-
-    def _join(self, out: str, norm: str, block: spec.Block, *, post: bool) -> None:
-        """Add the output projection of an attention to the residual stream."""
-        scaled = block.residual_scale != 1.0
-        self.linear(out, HEADS, ADDED if scaled else X, onto=not scaled)
-        self._finish(norm, block, post=post)
-
-    def _finish(self, norm: str, block: spec.Block, *, post: bool) -> None:
-        width = self.model.d_model
-        if block.residual_scale != 1.0:
-            self.adjust(ADDED, X, width, factor=block.residual_scale, onto=True)
-        if post:
-            self.norm(block.norm, norm, X, X, width)
-
-    def _add_normed(self, block: spec.Block, norm: str) -> None:
-        """Normalise what a part gave, then add it to the residual stream."""
-        width = self.model.d_model
-        self.norm(block.norm, norm, ADDED, ADDED, width)
-        self.adjust(ADDED, X, width, onto=True)
-
-    def head(self, stack: spec.Stack) -> None:
+    def head(self, ops: Sequence[kinds.Op], D: int) -> None:
         """Add the final norm and the logits of the chosen tokens."""
-        D, name = self.model.d_model, "heads.next"
         self.add(CHOOSE, X, CHOSEN, (D, D))
-        final = CHOSEN
-        if stack.final_norm is not None:
-            final = FINAL
-            self.norm(stack.final_norm, f"{self.prefix}final_norm", CHOSEN, FINAL, D)
-        head = self.model.head("next")
-        assert isinstance(head, spec.NextHead)
-        bias, embed = self.source.array(f"{name}.bias"), f"{self.prefix}embed"
-        if not is_tied(head):
-            self.linear(name, final, LOGITS)
-        elif isinstance(self.model.embedding, spec.FactorizedEmbedding):
-            self.product(self.array(f"{embed}.v"), None, final, NARROW)
-            self.product(self.array(f"{embed}.u"), bias, NARROW, LOGITS)
-        else:
-            self.product(self.weight(embed), bias, final, LOGITS)
-        if head.scale != 1.0 or head.softcap is not None:
-            size = self.widths[LOGITS]
-            self.adjust(LOGITS, LOGITS, size, factor=head.scale, cap=head.softcap)
+        at = CHOSEN
+        for number, op in enumerate(ops):
+            match op.kind:
+                case kinds.Norm():
+                    self.norm(op, at, FINAL, D)
+                    at = FINAL
+                case kinds.Linear():
+                    last = not any(isinstance(one.kind, kinds.Linear) for one in ops[number + 1 :])
+                    bias = self.source.array(f"{op.part}.bias") if last else None
+                    self.product(self.weights_of(op), bias, at, LOGITS if last else NARROW)
+                    at = LOGITS if last else NARROW
+                case kinds.Adjust(scale=factor, softcap=cap):
+                    self.adjust(LOGITS, LOGITS, self.widths[LOGITS], factor=factor, cap=cap)
+                case _:
+                    raise AssertionError(f"{type(op.kind).__name__} in a head")
+
+    def weights_of(self, op: kinds.Op) -> Matrix:
+        """Return the matrix of a product: a layer's, or a factor of an embedding."""
+        name, leaf = layer_of(op), op.weights[0].rpartition(".")[2]
+        return self.weight(name) if leaf == "weight" else self.array(op.weights[0])
 
 
-def _scale(attention: spec.Attention, d_head: int) -> float:
-    """Return the factor of an attention's scores."""
-    return 1 / math.sqrt(d_head) if attention.scale is None else attention.scale
+def layer_of(op: kinds.Op) -> str:
+    """Return the name of the layer whose weights an operation reads."""
+    return op.weights[0].rpartition(".")[0]
 
 
 def head_floats(H: int, kv_cache: KVCache) -> int:
@@ -718,36 +686,42 @@ def head_floats(H: int, kv_cache: KVCache) -> int:
 
 def programs(
     model: spec.ModelSpec, source: Source, *, kv_cache: KVCache = "float"
-) -> tuple[Program, Program | None, int]:
+) -> tuple[NativeProgram, NativeProgram | None, int]:
     """Return the decoder's program, the encoder's or None, and the size of a page of a source.
 
     The encoder's ends with the keys and values that cross-attention reads, layer by layer.
     """
-    both, cross_layers, page = model.encoder is not None, [], 0
-    decoder = Program(model, source, "decoder." if both else "", kv_cache)
-    for block in model.decoder.blocks():
-        cross_layers.append(page)
-        if block.cross is not None:
-            page += 2 * PAGE * block.cross.kv_heads * block.cross.head_width(model.d_model)
-    decoder.stack(model.decoder, cross_layers)
-    decoder.head(model.decoder)
-    if model.encoder is None:
+    made = kinds.program(model).for_head(HEAD)
+    attends = [op for op in made.ops if isinstance(op.kind, kinds.Attend)]
+    cross: dict[str, int] = {}
+    page = 0
+    for op in attends:
+        if op.memory is not None and op.memory.endswith(".cross"):
+            assert isinstance(op.kind, kinds.Attend) and op.writes is not None
+            cross[op.memory] = page
+            H = made.values[op.writes].width // op.kind.heads
+            page += 2 * PAGE * op.kind.kv_heads * H
+    both = model.encoder is not None
+    begin = sum(op.part.startswith("encoder.") for op in made.ops)
+    own = [number for number, op in enumerate(made.ops) if op.layer is not None]
+    decoder = NativeProgram(
+        made, source, "decoder." if both else "", kv_cache=kv_cache, cross=cross
+    )
+    decoder.lower(range(begin, own[-1] + 1))
+    decoder.head(made.ops[own[-1] + 1 :], model.d_model)
+    if not both:
         return decoder, None, 0
-    encoder = Program(model, source, "encoder.")
-    encoder.stack(model.encoder, ())
-    own_page, last = encoder.page, X
-    if model.encoder.final_norm is not None:
-        encoder.norm(model.encoder.final_norm, "encoder.final_norm", X, NORMED, model.d_model)
-        last = NORMED
-    for layer, block in enumerate(model.decoder.blocks()):
-        if block.cross is None:
-            continue
-        name = f"decoder.blocks.{layer}.cross"
-        K, H = block.cross.kv_heads, block.cross.head_width(model.d_model)
-        encoder.linear(f"{name}.k_proj", last, WIDE, row=2 * K * H)
-        encoder.linear(f"{name}.v_proj", last, WIDE, row=2 * K * H, first=K * H)
-        encoder.qk_norm(name, block.cross, 0, K, 2 * K * H)
-        encoder.page = cross_layers[layer]
-        encoder.remember(SOURCE, K, H, 2 * K * H, first=0)
+    encoder = NativeProgram(made, source, "encoder.")
+    encoder.lower(range(begin))
+    own_page = encoder.page
+    for op in attends:
+        if op.memory is not None and op.memory in cross:
+            part = [one for one in made.ops if one.part == op.part]
+            assert isinstance(op.kind, kinds.Attend) and op.writes is not None
+            K, H = op.kind.kv_heads, made.values[op.writes].width // op.kind.heads
+            places = {f"{op.memory}.k": 0, f"{op.memory}.v": K * H}
+            encoder.projected(part, places, 2 * K * H)
+            encoder.page = cross[op.memory]
+            encoder.remember(SOURCE, K, H, 2 * K * H, first=0)
     encoder.page = own_page
     return decoder, encoder, page
