@@ -45,7 +45,7 @@ class Endpoint(Server):
             ("api_key", "context", "max_tokens", "invariant", "threads")
         )
         given |= {"port": 0, "host": HOST, "allow_hosts": (), "slots": 8, "queue": queue}
-        given |= {"timeout": 120.0, "device": "cpu", "step": StepSpec()}
+        given |= {"timeout": 120.0, "device": "cpu", "step": StepSpec(), "backend": "native"}
         text = self.start(lambda: _serve({"m": str(folder)}, **given))
         self.port = int(text.rstrip().removesuffix("/v1").rpartition(":")[2])
 

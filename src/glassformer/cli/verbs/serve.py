@@ -42,8 +42,8 @@ def serve(
         typer.Option(
             envvar="GLASS_API_KEY",
             metavar="KEY",
-            help="Requests must carry it; needed where others can reach --host. GLASS_API_KEY keeps "
-            "it out of the list of processes.",
+            help="Requests must carry it; needed where others can reach --host. GLASS_API_KEY "
+            "keeps it out of the list of processes.",
         ),
     ] = None,
     allow_host: Annotated[
