@@ -195,7 +195,7 @@ class _Parser:
                     raise self.error(f"the range {low}-{high} is empty")
                 if ord(high) - ord(low) > WIDEST:
                     raise self.error(f"the range {low}-{high} has more than {WIDEST} symbols")
-                self.work.take(ord(high) - ord(low))
+                self.work.take(2 * (ord(high) - ord(low)))
                 members |= {chr(code) for code in range(ord(low), ord(high) + 1)}
             else:
                 members.add(low)
