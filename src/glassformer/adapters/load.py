@@ -43,7 +43,7 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.model import Model, dtype_of, load_weights
 from glassformer.models.model import build as build_model
 from glassformer.quant.contents import restored_model
-from glassformer.spec.checks import one_of
+from glassformer.spec.checks import named_options, one_of
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
@@ -60,6 +60,7 @@ from glassformer.store.rundir import RunRef
 Backend = Literal["native", "transformers"]
 
 
+@named_options
 def build(
     spec: ModelSpec | str,
     *,
@@ -89,6 +90,7 @@ def build(
     return made if tokenizer is None else made.with_tokenizer(tokenizer)
 
 
+@named_options
 def load(
     model_id: str | Path,
     config: TrainingConfig | None = None,

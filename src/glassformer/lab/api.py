@@ -48,6 +48,7 @@ from glassformer.lab.runs.process import recorded_threads, threads_of_run
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved, TrainingRun
 from glassformer.models.model import model_of
+from glassformer.spec.checks import named_options
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnTask, allow_own_code
 from glassformer.spec.serialize import override, to_dict
@@ -62,6 +63,7 @@ from glassformer.training.fit import RateRange, StepRecord, find_rate
 from glassformer.training.torch_engine import TorchEngine
 
 
+@named_options
 def train(
     what: str | Path | RunSpec,
     *,
@@ -106,6 +108,7 @@ def follow(run: TrainingRun, *, progress: bool = True) -> None:
             narrator.see(event)
 
 
+@named_options
 def finetune(
     base: str | Path,
     data: str | Path,
@@ -148,6 +151,7 @@ def finetune(
     )
 
 
+@named_options
 def lr_find(
     what: str | Path | RunSpec,
     *,
@@ -249,6 +253,7 @@ def _name(what: str | Path | RunSpec) -> str:
 # --- evaluation -----------------------------------------------------------------------------------
 
 
+@named_options
 def evaluate(
     model: str | Path | TrainingRun | AnyModel,
     task: "Task | TaskSpec | str | None" = None,

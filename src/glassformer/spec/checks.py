@@ -1,12 +1,14 @@
 """The decorator behind every spec class, and the checks their validators share."""
 
 import dataclasses
+import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import (
     Any,
     Literal,
+    ParamSpec,
     TypeVar,
     Union,
     dataclass_transform,
@@ -69,6 +71,30 @@ def source_text(value: object, indent: int = 0) -> str:
 def _bracketed(opened: str, parts: list[str], closed: str, indent: int) -> str:
     inside = "".join(f"{' ' * (indent + 4)}{part}\n" for part in parts)
     return f"{opened}\n{inside}{' ' * indent}{closed}"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def named_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse an option that a public function does not have, with the one that was meant."""
+    known = [
+        name
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is not each.POSITIONAL_ONLY
+    ]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise InputError(
+                    f"{function.__name__}() has no option '{name}'", hint=nearest(name, known)
+                )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def check_variants(node: object) -> None:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
 from glassformer.spec.own import Settings
 
 T = TypeVar("T")
@@ -117,6 +117,8 @@ def override(node: T, *assignments: str | Iterable[str], **fields: Any) -> T:
             else:
                 path, value = assignment
             _assign(data, path.split("."), value, path)
+        except _UnknownKey as error:
+            errors.append(InputError(error.what, hint=_meant(path, error.key, error.known, data)))
         except InputError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -147,7 +149,7 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
         if not isinstance(data, dict):
             raise InputError(f"{path}: '{data}' has no fields")
         if key not in data and not _is_open(path, keys):
-            raise InputError(f"{path}: unknown key '{key}'", hint=_meant(path, key, data))
+            raise _UnknownKey(path, key, data)
         index = key
     if rest:
         _assign(data[index], rest, value, path)
@@ -155,12 +157,31 @@ def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
         data[index] = value
 
 
-def _meant(path: str, key: str, data: dict[str, Any]) -> str:
-    """Return a hint: the complete path of a field that was named alone, else the nearest key."""
-    below = [] if "." in path else [full for full in _paths(data) if full.endswith(f".{key}")]
-    if below:
-        return f"did you mean '{min(below, key=len)}'?"
-    return nearest(key, data)
+class _UnknownKey(InputError):
+    """A key that its table does not have."""
+
+    def __init__(self, path: str, key: str, known: Mapping[str, Any]) -> None:
+        super().__init__(f"{path}: unknown key '{key}'")
+        self.key, self.known = key, known
+
+
+def _meant(path: str, key: str, here: Mapping[str, Any], whole: dict[str, Any]) -> str:
+    """Return a hint: the field that another word stands for, one of that name, or the nearest.
+
+    A word that is nearly a key of its table is that key misspelled.
+    """
+    paths = list(_paths(whole))
+    before = path[: len(path) - len(path.rpartition(key)[1] + path.rpartition(key)[2])]
+    other = OTHER_WORDS.get(key)
+    for full in () if other is None else (other, other.removeprefix("model.")):
+        if full in paths:
+            return f"did you mean '{full}'?"
+    near = nearest(key, here)
+    if not near.startswith("did you mean"):
+        same = [full for full in paths if full.endswith(f".{key}")]
+        if below := [full for full in same if full.startswith(before)]:
+            return f"did you mean '{min(below, key=len)}'?"
+    return near
 
 
 def _paths(data: Any, prefix: str = "") -> Iterator[str]:
@@ -287,6 +308,17 @@ def _build(make: Any, path: str, problems: list[str]) -> Any:
 def _bad(problems: list[str], path: str, what: str) -> Any:
     problems.append(f"{path}: {what}" if path else what)
     return _BAD
+
+
+def check_scalar(cls: type, name: str, text: str, *, path: str) -> None:
+    """Refuse a value of the wrong kind for a field that is a number, a text or a yes or no."""
+    hint = _hints(cls)[name]
+    if hint not in (int, float, bool, str):
+        return
+    problems: list[str] = []
+    _read_scalar(hint, _parse(text), path, problems)
+    if problems:
+        raise InputError(problems[0])
 
 
 def _words(hint: Any) -> str:

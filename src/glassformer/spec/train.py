@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Literal
 
 from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, size, spec
-from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
 from glassformer.spec.init import Constant, Uniform
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.serialize import check_scalar
 from glassformer.spec.tasks import FinetuneTask, Task
 
 # R rank
@@ -332,14 +333,30 @@ class TrainSpec:
         return self.lr * self.schedule.share(step, self.steps)
 
 
-def check_train_keys(settings: Iterable[str]) -> None:
-    """Refuse `train.KEY=VALUE` of a key that training does not have."""
-    known = [each.name for each in dataclasses.fields(TrainSpec)]
+def check_settings(settings: Iterable[str]) -> None:
+    """Refuse `train.KEY=VALUE` and `model.KEY=VALUE` whose key or kind of value cannot be.
+
+    It needs neither the task nor torch; what remains is checked where the run is planned.
+    """
     for text in settings:
-        first, _, rest = text.partition("=")[0].partition(".")
+        path, _, value = text.partition("=")
+        first, _, rest = path.partition(".")
+        kind: type[TrainSpec | ModelSpec]
+        match first:
+            case "train":
+                kind = TrainSpec
+            case "model":
+                kind = ModelSpec
+            case _:
+                continue
+        known = [each.name for each in dataclasses.fields(kind)]
         key = rest.partition(".")[0]
-        if first == "train" and key not in known:
-            raise InputError(f"train.{rest}: unknown key '{key}'", hint=nearest(key, known))
+        if key not in known:
+            meant = OTHER_WORDS.get(key)
+            hint = nearest(key, known) if meant is None else f"did you mean '{meant}'?"
+            raise InputError(f"{first}.{rest}: unknown key '{key}'", hint=hint)
+        if "." not in rest:
+            check_scalar(kind, key, value, path=path)
 
 
 @spec
@@ -379,54 +396,8 @@ class RunSpec:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")
 
 
-#: Settings by other words that people type for them.
-_OTHER_WORDS = {
-    "learning_rate": "train.lr",
-    "rate": "train.lr",
-    "batch": "train.batch_size",
-    "bs": "train.batch_size",
-    "epochs": "train.steps",
-    "iters": "train.steps",
-    "max_steps": "train.steps",
-    "eval_every": "train.evaluate_every",
-    "save_every": "train.checkpoint_every",
-    "dtype": "train.precision",
-    "bf16": "train.precision",
-    "grad_clip": "train.clip",
-    "weight_decay": "train.optimizer.weight_decay",
-    "momentum": "train.optimizer.momentum",
-    "warmup": "train.schedule.warmup",
-    "layers": "model.decoder.layers.count",
-    "n_layers": "model.decoder.layers.count",
-    "depth": "model.decoder.layers.count",
-    "heads": "model.decoder.layers.block.attention.n_heads",
-    "n_heads": "model.decoder.layers.block.attention.n_heads",
-    "d_ff": "model.decoder.layers.block.ffn.d_ff",
-    "ffn": "model.decoder.layers.block.ffn.d_ff",
-    "norm": "model.decoder.layers.block.norm",
-    "dropout": "model.decoder.dropout",
-    "d_model": "model.d_model",
-    "width": "model.d_model",
-    "dim": "model.d_model",
-    "hidden_size": "model.d_model",
-    "embed_dim": "model.d_model",
-    "position": "model.position",
-    "max_seq_len": "model.max_seq_len",
-    "context": "model.max_seq_len",
-    "vocab": "task.vocab_size",
-    "vocab_size": "task.vocab_size",
-    "length": "task.length",
-    "seq_len": "task.length",
-    "max_length": "task.max_length",
-    "data": "task.path",
-    "path": "task.path",
-    "examples": "task.examples",
-    "rank": "lora",
-}
-
-
 def setting_for(word: str) -> str | None:
     """Return the setting that a word means (`lr`: `train.lr`, `layers`: ...), or None."""
     if word in TrainSpec.__dataclass_fields__:
         return f"train.{word}"
-    return _OTHER_WORDS.get(word)
+    return OTHER_WORDS.get(word)

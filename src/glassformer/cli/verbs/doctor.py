@@ -12,7 +12,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import ending_of, in_colour, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.tasks import check_task_name
-from glassformer.spec.train import check_train_keys
+from glassformer.spec.train import check_settings
 
 if TYPE_CHECKING:
     from glassformer.checks.doctor import Diagnosis
@@ -59,7 +59,7 @@ def doctor(
       glass doctor my_package.train:setup -o diagnosis.md
     """
     check_task_name(what)  # before torch is imported
-    check_train_keys(overrides or ())
+    check_settings(overrides or ())
     one_blas_thread()
     from glassformer.checks.doctor import doctor as examine
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -49,10 +50,13 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.options import settings_text
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.tasks import check_task_name
-from glassformer.spec.train import TrainSpec, check_train_keys
+from glassformer.spec.train import TrainSpec, check_settings
 
 if TYPE_CHECKING:
     from glassformer.training.fit import RateRange
+
+#: Machines of many states, which are made once, where the run is planned.
+LARGE = re.compile(r"(mod|brackets|random|partial)-[0-9]{1,3}")
 
 Seed = Annotated[int | None, typer.Option(help="Short for train.seed=N.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
@@ -106,7 +110,8 @@ def train(
       glass train digits --nproc 2
     """
     check_task(what, Path(runs))  # before torch is imported
-    check_train_keys(overrides or ())
+    check_settings(overrides or ())
+    check_machines(overrides or ())
     one_blas_thread()
     if nproc is not None:
         raise typer.Exit(launch(nproc))
@@ -174,6 +179,22 @@ def resume(
     )
     if code:
         raise typer.Exit(code)
+
+
+def check_machines(settings: list[str] | tuple[()]) -> None:
+    """Refuse `task.machine=` of a name, a pattern or a file that cannot be read."""
+    from glassformer.spec.machines import read_machine
+
+    for text in settings:
+        path, _, name = text.partition("=")
+        if path != "task.machine" or name.lstrip().startswith("{"):
+            continue
+        if name.endswith(".json"):
+            read_machine(Path(name))
+        elif not LARGE.fullmatch(name):
+            from glassformer.data.automata.library import machine_named
+
+            machine_named(name)
 
 
 def check_task(what: str, runs: Path) -> None:
@@ -364,7 +385,8 @@ def lr_find(
       glass lr-find digits train.batch_size=128 -o rates.png
     """
     check_task_name(what)  # before torch is imported
-    check_train_keys(overrides or ())
+    check_settings(overrides or ())
+    check_machines(overrides or ())
     one_blas_thread()
     from glassformer.lab import api
     from glassformer.lab.plots.figures import lr_text

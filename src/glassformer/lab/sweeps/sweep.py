@@ -53,7 +53,7 @@ from glassformer.lab.sweeps.plan import (
     runs_of,
 )
 from glassformer.lab.sweeps.ranking import Effect, Ranking, crossings, main_effects, rank
-from glassformer.spec.checks import at_least
+from glassformer.spec.checks import at_least, named_options
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.own import is_source
 from glassformer.spec.serialize import json_numbers, to_dict
@@ -711,6 +711,7 @@ def executor(
     return f"{at_once} on this machine", execute
 
 
+@named_options
 def sweep(
     what: "str | Path | SweepSpec | Sequence[str | Path] | Mapping[str, RunSpec]",
     *,
