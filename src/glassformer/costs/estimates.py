@@ -27,7 +27,7 @@ from glassformer.spec.execution import (
     KV_GROUP,
     PIECE,
 )
-from glassformer.spec.manifest import active, block_parameters, is_tied, stored
+from glassformer.spec.manifest import is_tied, stored
 from glassformer.spec.model import (
     MLP,
     ALiBi,
@@ -58,6 +58,7 @@ from glassformer.spec.model import (
     rotary_of,
 )
 from glassformer.spec.own import OwnOptimizer, OwnPosition
+from glassformer.spec.program import Attend, Linear, Remember, Route, program
 from glassformer.spec.quantization import QuantSpec, coverage, targets
 from glassformer.spec.schemes import SCHEMES, scheme_bytes
 from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
@@ -83,51 +84,46 @@ class Flops:
 
 def flops(model: ModelSpec, *, length: int, source_length: int | None = None) -> Flops:
     """Count the FLOPs of one sequence; `source_length` (encoder-decoder) defaults to `length`."""
-    check_tree(model)
+    made = program(model)
     source = length if source_length is None else source_length
-    products = attention = 0
-    for prefix, stack in model.stacks().items():
-        rows = source if prefix == "encoder." else length
-        match model.embedding:
-            case FactorizedEmbedding(rank=rank):
-                products += 2 * rows * rank * model.d_model
-            case PlainEmbedding() | ScaledEmbedding():
+    rows = {"target": length, "source": source, "chosen": length, "sequence": 1}
+    chosen = products = attention = 0
+    keys = {op.memory: made.values[op.reads[0]].rows for op in made.ops if not op.writes}
+    for op in made.ops:
+        value = None if op.writes is None else made.values[op.writes]
+        match op.kind:
+            case Route():
+                assert value is not None
+                chosen, rows["chosen"] = op.kind.chosen, rows[value.rows]
+            case Linear():
+                assert value is not None
+                # Of the experts that a token chooses, as many as there are stand for them.
+                if value.rows != "chosen" or expert_of(op.part) < chosen:
+                    width = made.values[op.reads[0]].width
+                    products += 2 * rows[value.rows] * width * value.width
+            case Attend():
+                assert value is not None
+                attention += 4 * rows[value.rows] * rows[keys[op.memory]] * value.width
+            case _:
                 pass
-            case _ as unreachable:
-                assert_never(unreachable)
-        for block in stack.blocks():
-            parameters = block_parameters(block, "", model.d_model, init=model.init)
-            weights = sum(p.size for p in parameters if p.kind == "matrix" and active(block, p))
-            products += 2 * rows * weights
-            attention += 4 * rows * rows * _attention_width(block.attention, model.d_model)
-            if block.cross is not None:
-                # Keys and values are computed from the source, whose length may differ.
-                d_head = block.cross.head_width(model.d_model)
-                of_source = 2 * block.cross.kv_heads * d_head * model.d_model
-                products += 2 * (source - rows) * of_source
-                attention += 4 * rows * source * _attention_width(block.cross, model.d_model)
-    for head, name in zip(model.heads, model.head_names(), strict=True):
-        rows = head.rows(length)
-        products += 2 * rows * head_weights(model, name)
     return Flops(products=products, attention=attention)
 
 
-def _attention_width(attention: Attention, d_model: int) -> int:
-    return attention.n_heads * attention.head_width(d_model)
+def expert_of(part: str) -> int:
+    """Return the number of the expert that a part of a program belongs to."""
+    return int(part.rpartition(".experts.")[2])
 
 
 def head_weights(model: ModelSpec, name: str) -> int:
-    """Count the weights that a head's product reads, whether tied or its own."""
-    head, width = model.head(name), model.head_size(name)
-    match model.embedding:
-        case FactorizedEmbedding(rank=rank) if is_tied(head):
-            return rank * (width + model.d_model)
-        case FactorizedEmbedding() | PlainEmbedding() | ScaledEmbedding():
-            pooled = not isinstance(head, VectorHead) or head.pooler
-            before = isinstance(head, MaskedHead) and head.transform is not None
-            return (width * pooled + model.d_model * before) * model.d_model
-        case _ as unreachable:
-            assert_never(unreachable)
+    """Count the weights that a head's products read, whether tied or its own."""
+    made = program(model)
+    return sum(
+        made.values[op.reads[0]].width * made.values[op.writes].width
+        for op in made.ops
+        if op.part in (f"heads.{name}", f"transforms.{name}")
+        and isinstance(op.kind, Linear)
+        and op.writes is not None
+    )
 
 
 FLOAT, LONG = 4, 8
@@ -231,17 +227,22 @@ def cache_bytes(
     `itemsize` is of a number where they are kept as computed; "int8" has a byte for each, and a
     float32 for each group.
     """
-    total = 0
-    for block in spec.decoder.blocks():
-        width = block.attention.head_width(spec.d_model)
-        match kv_cache:
-            case "float":
-                one = width * itemsize
-            case "int8":
-                one = width + 4 * -(-width // KV_GROUP)
-            case _ as unreachable:
-                assert_never(unreachable)
-        total += 2 * block.attention.kv_heads * one
+    made, total = program(spec), 0
+    for op in made.ops:
+        if not isinstance(op.kind, Remember) or op.part.startswith("encoder."):
+            continue
+        if op.part.endswith(".cross"):  # of a source, once
+            continue
+        for name in op.reads:
+            width = made.values[name].width // op.kind.heads
+            match kv_cache:
+                case "float":
+                    one = width * itemsize
+                case "int8":
+                    one = width + 4 * -(-width // KV_GROUP)
+                case _ as unreachable:
+                    assert_never(unreachable)
+            total += op.kind.heads * one
     return total * batch * length
 
 
