@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 import glassformer as gf
 from glassformer.lab.api import train
 from glassformer.spec.own import forget_own_code
-from tests.browser.conftest import Site, Tabs, Watch, serving
+from tests.browser.conftest import Site, Tabs, Watch, new_context, serving
 from tests.own.test_commands import PARTS
 
 #: The states, in an order in which what is broken stands between what is not.
@@ -162,3 +162,114 @@ def test_no_view_shows_another_runs_numbers(name: str, ward: Site, tab: Page) ->
                 if name not in ("model", "generate"):  # a picture, a question: they hold
                     assert bool(words) is not refused or kind == "cli", words
             assert "null" not in tab.url
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_view_that_waits_shows_nothing_of_the_run_before(name: str, tab: Page) -> None:
+    visit(tab, name, "classifier")
+    held: list[Route] = []
+    free: list[bool] = []
+
+    def hold(route: Route) -> None:
+        if free:
+            route.continue_()
+        else:
+            held.append(route)
+
+    tab.route(re.compile(r"language|/api/(inspect|generate|quantize)$"), hold)
+    try:
+        tab.evaluate("route => { location.hash = route }", f"#/{name}?run=language")
+        expect(tab.locator("#page [name=run], #page #errors-run").first).to_have_value("language")
+        while not held:
+            tab.wait_for_timeout(20)
+        assert not any(sign.isdigit() for sign in tab.evaluate(VISIBLE))
+        for kind in ("cli", "python"):
+            assert "classifier" not in copied(tab, kind)
+    finally:
+        free.append(True)
+        for route in held:
+            route.continue_()
+        tab.wait_for_selector(".generate[data-ready]" if name == "generate" else READY[name])
+        tab.unroute_all(behavior="ignoreErrors")
+
+
+def test_a_run_that_is_deleted_under_the_page_leaves_no_number(ward: Site, tab: Page) -> None:
+    for name, change in (
+        ("inspect", "&text=FIRST+1+2"),
+        ("model", "&text=FIRST+1+2"),
+        ("errors", "&split=val"),
+    ):
+        shutil.copytree(ward.runs / "stalled", ward.runs / "doomed", symlinks=True)
+        visit(tab, name, "doomed")
+        assert any(sign.isdigit() for sign in tab.evaluate(VISIBLE))
+        shutil.rmtree(ward.runs / "doomed")
+        tab.evaluate("more => { location.hash += more }", change)
+        expect(tab.locator(".alert")).to_be_visible()
+        if name == "model":  # the picture was drawn of that run, and no answer has denied it
+            expect(tab.locator(".way")).to_have_text("")
+        else:
+            assert not any(sign.isdigit() for sign in tab.evaluate(VISIBLE))
+            assert not copied(tab, "python")
+        visit(tab, name, "classifier")
+        expect(tab.locator(".alert")).to_have_count(0)
+
+
+def test_two_browsers_on_one_server_keep_to_their_runs(
+    ward: Site, tab: Page, browser: Browser
+) -> None:
+    alone = {}
+    for run in ("classifier", "translator"):
+        visit(tab, "inspect", run)
+        alone[run] = tab.evaluate(VISIBLE)
+    contexts = [new_context(browser, theme) for theme in ("light", "dark")]
+    try:
+        pages = dict(zip(alone, (context.new_page() for context in contexts), strict=True))
+        for page in pages.values():
+            page.set_viewport_size({"width": 1320, "height": 900})
+            page.goto(ward.at("design"))
+            page.wait_for_selector(".design")
+        for _ in range(2):  # both at once, then each the other's run, then back
+            for run in (*alone, *reversed(alone)):
+                for page in pages.values():
+                    page.evaluate("route => { location.hash = route }", f"#/inspect?run={run}")
+        for run, page in pages.items():
+            page.evaluate("route => { location.hash = route }", f"#/inspect?run={run}")
+        for run, page in pages.items():
+            page.wait_for_function("run => location.hash.includes('run=' + run)", arg=run)
+            page.wait_for_selector(READY["inspect"])
+            assert page.evaluate(VISIBLE) == alone[run]
+        assert "dark" in pages["translator"].evaluate("localStorage.getItem('glass-theme')")
+    finally:
+        for context in contexts:
+            context.close()
+
+
+def test_a_restart_under_an_open_page_shows_the_new_servers_run(
+    laboratory: Path, tmp_path: Path, browser: Browser
+) -> None:
+    for folder, source in (("before", "digits"), ("after", "reverse")):
+        shutil.copytree(laboratory / source, tmp_path / folder / "one", symlinks=True)
+    context = new_context(browser, "light")
+    page = context.new_page()
+    try:
+        with serving(tmp_path / "before") as old:
+            page.goto(old.at("inspect?run=one"))
+            page.wait_for_selector(READY["inspect"])
+            first = page.locator("#parameters").inner_text()
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("[")
+        expect(page.get_by_role("alert")).to_contain_text("does not answer")
+        assert not any(sign.isdigit() for sign in page.evaluate(VISIBLE))
+        with serving(tmp_path / "after", int(old.url.rpartition(":")[2])) as new:
+            page.evaluate("location.hash = '#/model?run=one'")
+            box = page.get_by_label("Address or token")
+            expect(box).to_be_focused()
+            box.fill(new.token)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(READY["model"])
+            assert first not in page.evaluate(VISIBLE)
+            size = gf.load(tmp_path / "after" / "one").get_num_parameters()
+            expect(page.locator(".picture")).to_contain_text(f"{size:,}")
+    finally:
+        context.close()

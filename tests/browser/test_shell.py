@@ -168,3 +168,21 @@ def test_a_curve_is_named_where_it_ends(open_page: Opener) -> None:
         name = page.locator(".chart text.end").get_by_text(run, exact=True).bounding_box()
         assert line and name
         assert 0 <= name["x"] - (line["x"] + line["width"]) < 16, run
+
+
+def test_on_a_phone_the_bar_scrolls_to_the_page_in_view(open_page: Opener) -> None:
+    page = open_page("design", width=390)
+    page.wait_for_selector(".design")
+    for name in ("quantize", "inspect"):
+        page.evaluate("name => { location.hash = `#/${name}?run=digits` }", name)
+        link = page.locator("#pages [aria-current=page]")
+        expect(link).to_have_attribute("data-page", name)
+        bar, own = page.locator("#pages").bounding_box(), link.bounding_box()
+        assert bar and own
+        assert bar["x"] - 1 <= own["x"] and own["x"] + own["width"] <= bar["x"] + bar["width"] + 1
+
+
+def test_the_ranking_says_what_it_is_on_top_of(open_page: Opener) -> None:
+    page = open_page("inspect?run=digits&text=SECOND+7+3+9&target=3&ablate=L1H3")
+    ready(page)
+    expect(page.locator(".ranking")).to_contain_text("On top of what is ablated already: L1H3.")

@@ -93,8 +93,10 @@ async function show({ name, params }) {
   const mine = { name, subject, handle: null };
   shown = mine;
   for (const link of $("pages").children) {
-    if (link.dataset.page === name) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.dataset.page !== name) { link.removeAttribute("aria-current"); continue; }
+    link.setAttribute("aria-current", "page");
+    const [bar, own] = [$("pages"), link].map((node) => node.getBoundingClientRect()); // a narrow bar scrolls to it
+    $("pages").scrollLeft += own.left + own.width / 2 - bar.left - bar.width / 2;
   }
   $("title").textContent = label;
   document.title = `${label} · glass explorer`;

@@ -308,7 +308,10 @@ class Inspect {
       const found = await look.ranking();
       if (signal.aborted) return;
       const long = found.rows.length > 8 && !this.ranking.classList.contains("whole");
-      fill(this.ranking, scrolled("Ranking of heads",
+      const { ablated } = look;
+      fill(this.ranking, ablated.length > 0
+        && el("p", { class: "note" }, `On top of what is ablated already: ${ablated.join(", ")}.`),
+      scrolled("Ranking of heads",
         rankingTable(found, this.headName(), { pick, toggle: (name) => this.toggle(name) })),
       long && el("button", { type: "button", class: "quiet", onclick: (event) => {
         this.ranking.classList.add("whole");

@@ -166,7 +166,7 @@ class Quantize {
     const lists = Object.entries(found.against).map(([name, one]) => el("div", {}, el("h3", {}, `Farthest in ${name}`),
       el("ol", { class: "worst-list" }, one.worst.map((at) => el("li", {},
         el("button", { type: "button", class: "small", onclick: () => this.#pick(found.positions[at]) },
-          `${found.positions[at]} ${found.words[found.positions[at]]}`),
+          el("span", { class: "muted" }, "position ", found.positions[at]), found.words[found.positions[at]]),
         el("span", { class: "number" }, short(one.there[at])), plain.has(name) && link(name, found.positions[at]))))));
     fill(this.worst, lists);
   }
@@ -183,7 +183,7 @@ class Quantize {
       rows: precisions
         .map((one, i) => [keyed(one.name, i), [bytes(one.file_bytes), smaller(one)], bytes(one.resident_bytes)]) })),
       precisions.filter((one) => one.backends.length)
-        .map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; run by ${one.backends.join(", ")}`)),
+        .map((one) => el("p", { class: "note" }, `${one.name}: ${schemes(one)}; kernels: ${one.backends.join(", ")}`)),
       this.found.missing.map((line) => el("p", { class: "note" }, line)),
       el("p", { class: "note" }, "On disk: the weights' file as glass quantize would write it. Nothing was written."));
   }
