@@ -77,7 +77,7 @@ def test_curves_in_the_terminal(glass, monkeypatch):
 
 
 def test_curves_as_files(glass, runs, tmp_path):
-    for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+    for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         target = tmp_path / f"curves.{ending}"
         assert glass("report", "one", "two", "-o", target, "--linear")[0] == 0
         assert target.read_bytes().startswith(begin)
@@ -111,7 +111,7 @@ def test_curves_as_json(glass, runs):
         (("one", "-o", "x.csv", "--series", "los"), "no curve 'los'"),
         (("one", "--curves", "--smooth", 0), "a mean over 0"),
         (("one@last", "--curves"), "curves are of a whole run"),
-        (("one", "-o", "x.pdf"), "does not end in"),
+        (("one", "-o", "x.gif"), "does not end in"),
         (("one@99",), "no checkpoint '99'"),
         (("one@²",), "no checkpoint '²'"),
         ((__file__,), "not a run"),
@@ -140,7 +140,7 @@ def test_evaluate_shows_and_writes_what_was_taken_for_what(glass, runs, tmp_path
     assert sum(int(row["count"]) for row in rows if row["group"] == "answer") == 6
     for row in rows:
         assert int(row["count"]) == table[row["group"]][row["asked"]].get(row["answered"], 0)
-    for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+    for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         target = tmp_path / f"confusion.{ending}"
         assert glass("evaluate", "one", "-o", target, "--json")[0] == 0
         assert target.read_bytes().startswith(begin)
@@ -150,7 +150,7 @@ def test_a_task_without_confusion_says_so(glass, tmp_path):
     code, _, err = glass("evaluate", "machine", "-o", tmp_path / "x.png")
     assert code == 2
     assert "nothing can be confused" in err
-    assert glass("evaluate", "one", "-o", "x.pdf")[0] == 2
+    assert glass("evaluate", "one", "-o", "x.gif")[0] == 2
     assert (
         "of a run's own task" in glass("evaluate", "one", "--suite", "smallbench", "-o", "x.png")[2]
     )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from glassformer.lab.measure.evaluate import Evaluation
 
 #: Formats of the confusion table.
-ENDINGS = ("png", "svg", "csv")
+ENDINGS = ("png", "svg", "pdf", "csv")
 
 
 def evaluate(
@@ -69,7 +69,7 @@ def evaluate(
     ] = None,
     out: Annotated[
         str | None,
-        out_file("Write the confusion matrix, as .png, .svg or .csv."),
+        out_file("Write the confusion matrix, as .png, .svg, .pdf or .csv."),
     ] = None,
     backend: Backend = "native",
     device: Device = "cpu",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from glassformer.lab.plots.curves import Panel
     from glassformer.lab.runs.curves import Curves
 
-CURVE_ENDINGS = ("png", "svg", "csv")
+CURVE_ENDINGS = ("png", "svg", "pdf", "csv")
 ENDINGS = ("html", *CURVE_ENDINGS)
 #: Lines of a plot in the terminal; alerts that are listed below it.
 HEIGHT, LISTED = 12, 5
@@ -40,7 +40,7 @@ def report(
     ] = False,
     out: Annotated[
         str | None,
-        out_file("Write the report to this .html, or curves as .png, .svg or .csv."),
+        out_file("Write the report to this .html, or curves as .png, .svg, .pdf or .csv."),
     ] = None,
     series: Annotated[
         list[str] | None,

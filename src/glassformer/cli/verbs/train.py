@@ -362,7 +362,7 @@ def _train(
 # --- glass lr-find --------------------------------------------------------------------------------
 
 
-ENDINGS = ("png", "svg", "csv")
+ENDINGS = ("png", "svg", "pdf", "csv")
 
 
 def lr_find(
@@ -370,7 +370,7 @@ def lr_find(
     overrides: Overrides = None,
     out: Annotated[
         str | None,
-        out_file("Write the curve, as .png, .svg or .csv."),
+        out_file("Write the curve, as .png, .svg, .pdf or .csv."),
     ] = None,
     device: Device = "cpu",
     threads: Threads = None,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The most bytes that one value writes into a notebook.
 CELL_BYTES = 2_000_000
-ENDINGS = ("png", "svg", "html", "json", "csv")
+ENDINGS = ("png", "svg", "pdf", "html", "json", "csv")
 Row = dict[str, Any]
 
 

@@ -15,18 +15,26 @@ from glassformer.lens.show.palette import COLOURS, SERIES, heat_colours, signed_
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 
-KINDS = ("png", "svg")
+KINDS = ("png", "svg", "pdf")
+#: What a file would tell of the software and the moment, by kind.
+LEFT_OUT = {
+    "png": ("Software",),
+    "svg": ("Date", "Creator"),
+    "pdf": ("CreationDate", "Creator", "Producer"),
+}
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:
-    """Return a PNG or SVG without date, version or random ids; text in an SVG stays text."""
+    """Return a PNG, SVG or PDF without date, version or random ids; text in it stays text."""
     if kind not in KINDS:
         raise InputError(f"a figure cannot be written as .{kind}", hint=f"one of {KINDS}")
     import matplotlib
 
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    metadata: dict[str, None] = dict.fromkeys(LEFT_OUT[kind])
     made = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "glassformer", "svg.fonttype": "none"}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "glassformer", "svg.fonttype": "none", "pdf.fonttype": 42}
+    ):
         figure.savefig(made, format=kind, dpi=110, metadata=metadata)
     return made.getvalue()
 
