@@ -6,11 +6,13 @@ else. A module is right if it is the damaged one, or for code between modules th
 that contains it. Faults that change nothing are not counted (an epsilon below rounding).
 """
 
+import argparse
 import copy
 import random
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -308,8 +310,152 @@ PLANTS: tuple[Plant, ...] = (
 )  # fmt: skip
 
 
-def run(*, quick: bool = False) -> Iterator[Row]:
+# --- released models: ours beside transformers', into which mistakes are planted -----------------
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return next(m for n, m in model.named_modules() if n.rpartition(".")[2] in ("layers", "layer")
+                and isinstance(m, nn.ModuleList))  # fmt: skip
+
+
+def _ending(part: nn.Module, *endings: str) -> Any:
+    return next(m for e in endings for n, m in part.named_modules() if n.endswith(e))
+
+
+ATTENTION = ("self_attn", "attention.self")
+Q, K, V, OUT = (f"{x}_proj" for x in "qkvo")
+BERT = {Q: "self.query", K: "self.key", V: "self.value", OUT: "attention.output.dense",
+        "up_proj": "intermediate.dense"}  # fmt: skip
+
+
+def _wrapped(part: nn.Module, change: Callable[[Any], Any]) -> None:
+    part.register_forward_hook(
+        lambda m, a, r: (change(r[0]), *r[1:]) if isinstance(r, tuple) else change(r)
+    )
+
+
+def real_faults(model: nn.Module) -> Iterator[tuple[str, int, str, Callable[[nn.Module], None]]]:
+    """Yield (what, layer, the part of ours that differs, plant): early, in the middle and late."""
+    n = len(_layers(model))
+    bert = "query" in str([name for name, _ in model.named_modules()])
+    early, middle, late = 1, n // 2, n - 1
+
+    def part(layer: int, name: str) -> Callable[[nn.Module], Any]:
+        ending = (BERT.get(name, name), name) if bert else (name,)
+        if name == "down_proj" and bert:
+            return lambda m: _layers(m)[layer].output.dense
+        return lambda m: _ending(_layers(m)[layer], *ending)
+
+    def weights(layer: int, name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+        def plant(m: nn.Module) -> None:
+            w = part(layer, name)(m).weight.data
+            w.copy_(change(w.clone()))
+
+        return plant
+
+    def attribute(where: Callable[[nn.Module], Any], value: Callable[[Any], Any], *names: str):  # type: ignore[no-untyped-def]
+        def plant(m: nn.Module) -> None:
+            owner = where(m)
+            name = next(x for x in names if hasattr(owner, x))
+            setattr(owner, name, value(getattr(owner, name)))
+
+        return plant
+
+    def attention(layer: int) -> Callable[[nn.Module], Any]:
+        return lambda m: _ending(_layers(m)[layer], *ATTENTION)
+
+    def hooked(
+        where: Callable[[nn.Module], Any], change: Callable[[Any], Any]
+    ) -> Callable[..., None]:
+        return lambda m: _wrapped(where(m), change)
+
+    for layer in (early, middle, late):
+        yield "scores times 1.5", layer, "attn", attribute(
+            attention(layer), lambda x: 1.5 * x, "scaling")  # fmt: skip
+        yield "head order of queries", layer, "attn.q_proj", weights(
+            layer, Q, lambda w: w.roll(32, 0))  # fmt: skip
+        yield "half precision", layer, "ffn.down_proj", hooked(
+            part(layer, "down_proj"), lambda x: x.bfloat16().to(x))  # fmt: skip
+        yield "another activation", layer, "ffn", _activation(layer)
+        yield "attention output doubled", layer, "attn.o_proj", hooked(
+            part(layer, OUT), lambda x: 2 * x)  # fmt: skip
+    yield "keys times 1.001", middle, "attn.k_proj", weights(middle, K, lambda w: 1.001 * w)
+    yield "values of the next row", late, "attn.v_proj", weights(late, V, lambda w: w.roll(1, 0))
+    yield "weights of the layer before", middle, "ffn.up_proj", lambda m: part(middle, "up_proj")(
+        m).weight.data.copy_(part(middle - 1, "up_proj")(m).weight)  # fmt: skip
+    yield (
+        "one row of the table",
+        -1,
+        "embed",
+        lambda m: m.get_input_embeddings().weight.data.mul_(1.01),
+    )  # type: ignore[operator]
+    for layer in (early, middle):
+        yield "epsilon 1e-2", layer, "norm", _epsilon(layer)
+
+
+def _activation(layer: int) -> Callable[[nn.Module], None]:
+    def plant(m: nn.Module) -> None:
+        owner = _layers(m)[layer]
+        for part in owner.modules():
+            for name in ("act_fn", "intermediate_act_fn"):
+                if hasattr(part, name):
+                    changed = nn.Module()
+                    changed.forward = F.relu  # type: ignore[method-assign]
+                    setattr(part, name, changed)
+
+    return plant
+
+
+def _epsilon(layer: int) -> Callable[[nn.Module], None]:
+    def plant(m: nn.Module) -> None:
+        block = _layers(m)[layer]
+        norm: Any = next(x for n, x in block.named_modules() if n.lower().endswith("layernorm"))
+        name = next(x for x in ("variance_epsilon", "eps") if hasattr(norm, x))
+        setattr(norm, name, 1e-2)
+
+    return plant
+
+
+def real(folder: str) -> Iterator[Row]:
+    """Ours beside transformers': no difference as they are, each mistake placed where it is."""
+    from glassformer.adapters.load import load
+    from glassformer.adapters.wrapped import open_with_transformers, opener_of
+
+    path = Path(folder)
+    ours, theirs = load(path), open_with_transformers(path, opener=opener_of(path))
+    healthy = diff(ours, theirs)
+    yield said("diff", path.name, f"healthy: {str(healthy).splitlines()[0]}")
+    right = count = 0
+    for what, layer, place, plant in real_faults(theirs):
+        twin = copy.deepcopy(theirs)
+        with torch.no_grad():
+            plant(twin)
+        found, count = diff(ours, twin, backward=False), count + 1
+        block = f"blocks.{layer}." if layer >= 0 else ""
+        wanted = block + place
+        told = found.module if not found.same else "no difference"
+        good = told.startswith(wanted) or (
+            place == "norm" and told.startswith(block) and "norm" in told
+        )
+        right += good
+        if not good:
+            yield said("diff", f"{path.name}, {what}, {wanted}", f"{told}, {found.times:.3g} times")
+    yield said("diff", f"{path.name}, {count} mistakes", f"{right} of {count} in the right place")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add folders of released models."""
+    parser.add_argument(
+        "--real", nargs="*", default=[], metavar="FOLDER", help="plant into released models"
+    )
+
+
+def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
     """A line for each miss, then the counts."""
+    if asked.real:
+        for folder in asked.real:
+            yield from real(folder)
+        return
     draw, made = random.Random(0), models()
     count, place, cause, planted = (40 if quick else COUNT), 0, 0, 0
     names = list(made)

@@ -483,7 +483,7 @@ def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _head_widths(scene: Scene, queries: int, keys: int) -> list[int]:
-    """Return possible widths of a head: what the modules say, then every divisor."""
+    """Return possible widths of a head: what the modules say, or else every divisor."""
     widths = [
         value
         for module in _around(scene)
@@ -496,7 +496,8 @@ def _head_widths(scene: Scene, queries: int, keys: int) -> list[int]:
             if isinstance(value, int) and value and queries % value == 0:
                 widths.append(queries // value)
     rest = [h for h in range(2, queries + 1) if math.gcd(queries, keys) % h == 0]
-    return list(dict.fromkeys([w for w in widths if queries % w == 0 and keys % w == 0] + rest))
+    fitting = [w for w in widths if queries % w == 0 and keys % w == 0]
+    return list(dict.fromkeys(fitting or rest))
 
 
 def _around(scene: Scene) -> list[nn.Module]:
