@@ -201,9 +201,12 @@ def test_subjects_from_anything():
         subject_of(3)
     with pytest.raises(InputError, match="no module named 'nowhere'"):
         subject_of_factory("nowhere:model")
-    with pytest.raises(InputError, match="has no function 'nothing'"):
+    with pytest.raises(InputError, match="has no 'nothing'"):
         subject_of_factory("tests.checks.foreign:nothing")
     assert subject_of_factory("tests.checks.foreign:leaky").vocab_size == 31
+    assert subject_of_factory("tests/checks/foreign.py:leaky").vocab_size == 31
+    with pytest.raises(InputError, match="there is no file nowhere.py"):
+        subject_of_factory("nowhere.py:model")
 
 
 def test_masks_that_a_module_does_not_take_are_not_offered():

@@ -7,10 +7,7 @@ were before.
 """
 
 import contextlib
-import importlib
-import importlib.util
 import random
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,13 +23,14 @@ from glassformer.checks.measure import NotOffered, short
 from glassformer.checks.patients import OwnRun, Patient
 from glassformer.checks.report import Case, Style, junit_xml, plain
 from glassformer.checks.setups import Setup, Symptom, Verdict, setup_of
+from glassformer.checks.subject import named
 from glassformer.checks.symptoms import examples, gradients, steps, targets
 from glassformer.data.task import Task
 from glassformer.kernels.threads import verifying
 from glassformer.lab.recipes import RECIPES, planned_run
 from glassformer.lab.runs.assemble import assemble
-from glassformer.spec.errors import CheckFailed, FileError, InputError, nearest
-from glassformer.spec.own import is_source, neighbours
+from glassformer.spec.errors import CheckFailed, InputError, nearest
+from glassformer.spec.own import is_source
 from glassformer.spec.tasks import is_config
 from glassformer.spec.train import RunSpec
 from glassformer.training.torch_engine import TorchEngine
@@ -296,7 +294,7 @@ def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec":
         case str() if thing in RECIPES or is_config(thing) or not is_source(thing):
             return thing
         case str():
-            made = _attribute(thing)
+            made = named(thing)
             if isinstance(made, type) and issubclass(made, Task):
                 return thing
             if callable(made) and not isinstance(made, nn.Module):
@@ -310,32 +308,3 @@ def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec":
                     ) from error
             return setup_of(made, name=thing)
     return setup_of(thing)
-
-
-def _attribute(reference: str) -> Any:
-    """Return what `package.module:name` or `file.py:name` names; the current folder counts too."""
-    place, _, attribute = reference.rpartition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            with neighbours(Path(place).resolve().parent):
-                spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise InputError(f"there is no file {place}", where=reference) from error
-    except ModuleNotFoundError as error:
-        raise InputError(f"no module named '{error.name}'", where=reference) from error
-    except Exception as error:  # a stranger's file may raise anything
-        raise FileError(f"it cannot be imported: {short(error)}", where=reference) from error
-    if not hasattr(module, attribute):
-        raise InputError(
-            f"'{place}' has no '{attribute}'",
-            where=reference,
-            hint=nearest(attribute, [n for n in vars(module) if not n.startswith("_")]),
-        )
-    return getattr(module, attribute)

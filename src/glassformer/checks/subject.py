@@ -7,6 +7,7 @@ passed.
 
 import copy
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,9 +47,10 @@ from glassformer.nn.cache import FixedCache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized
 from glassformer.quant.convert import dequantize_model
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import neighbours
 from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
 
 # B batch, T length
@@ -435,28 +437,46 @@ def subject_of(
     )
 
 
-def called(reference: str) -> tuple[Any, Callable[[], Any] | None]:
-    """Return what `package.module:factory` makes, and the factory; the current folder counts too.
-
-    It is called without arguments. A module or a subject of that name is taken as it is.
-    """
-    module_name, _, attribute = reference.partition(":")
+def named(reference: str) -> Any:
+    """Return what `package.module:name` or `file.py:name` names; the current folder counts too."""
+    place, _, attribute = reference.rpartition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = importlib.import_module(module_name)
+        if place.endswith(".py"):
+            found = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert found is not None and found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            with neighbours(Path(place).resolve().parent):
+                found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file {place}", where=reference) from error
     except ModuleNotFoundError as error:
         raise InputError(f"no module named '{error.name}'", where=reference) from error
     except Exception as error:  # a stranger's file may raise anything
-        raise FileError(
-            f"the module cannot be imported: {short(error)}", where=reference
-        ) from error
-    factory = getattr(module, attribute, None)
+        raise FileError(f"it cannot be imported: {short(error)}", where=reference) from error
+    if not hasattr(module, attribute):
+        raise InputError(
+            f"'{place}' has no '{attribute}'",
+            where=reference,
+            hint=nearest(attribute, [n for n in vars(module) if not n.startswith("_")]),
+        )
+    return getattr(module, attribute)
+
+
+def called(reference: str) -> tuple[Any, Callable[[], Any] | None]:
+    """Return what `package.module:factory` makes, and the factory; `file.py:factory` likewise.
+
+    It is called without arguments. A module or a subject of that name is taken as it is.
+    """
+    factory = named(reference)
     if isinstance(factory, (nn.Module, Subject)):
         return factory, None
     if not callable(factory):
         raise InputError(
-            f"'{module_name}' has no function '{attribute}'",
+            f"{reference} is a {type(factory).__name__}, not a function",
             where=reference,
             hint="name a function that returns a module or a glassformer Subject",
         )

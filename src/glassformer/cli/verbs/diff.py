@@ -17,7 +17,10 @@ from glassformer.spec.serialize import json_numbers
 if TYPE_CHECKING:
     from glassformer.checks.diff import Difference
 
-MODEL = "A run, a Hugging Face folder, a GGUF file, a preset, or package.module:factory."
+MODEL = (
+    "A run, a Hugging Face folder, a GGUF file, a preset, package.module:factory or "
+    "my_model.py:factory."
+)
 
 
 def diff(

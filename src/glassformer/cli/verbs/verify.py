@@ -27,7 +27,8 @@ def verify(
         typer.Argument(
             metavar="MODEL",
             help="A run, a checkpoint, a Hugging Face folder, a preset, or "
-            "package.module:factory. Without it: our own parts and every preset.",
+            "package.module:factory or my_model.py:factory. Without it: our own parts and every "
+            "preset.",
             autocompletion=complete_names,
         ),
     ] = None,
