@@ -205,7 +205,7 @@ def test_subjects_from_anything():
         subject_of_factory("tests.checks.foreign:nothing")
     assert subject_of_factory("tests.checks.foreign:leaky").vocab_size == 31
     assert subject_of_factory("tests/checks/foreign.py:leaky").vocab_size == 31
-    with pytest.raises(InputError, match="there is no file nowhere.py"):
+    with pytest.raises(InputError, match="there is no file nowhere"):
         subject_of_factory("nowhere.py:model")
 
 

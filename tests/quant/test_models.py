@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import glassformer as gf
+from glassformer.checks.catalogue import SUBJECT_CHECKS, run_subject_check
 from glassformer.checks.preset_subjects import NARROW
+from glassformer.checks.subject import subject_of_model
 from glassformer.data.build_task import build_task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.generation.fast.stepper import FastStepper
@@ -35,6 +37,7 @@ from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import VectorHead
 from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import Int4, Int8
 from glassformer.spec.tasks import SequenceTask
@@ -42,6 +45,7 @@ from glassformer.spec.train import TrainSpec
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine
 from tests.quant.checks import both_sides_share_one_table, logits, model, tokens
+from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::glassformer.quant.backends.choose.SlowQuantization"
@@ -274,3 +278,19 @@ def test_a_text_is_read_in_windows_of_the_length_given(tmp_path):
         assert {b.tokens.shape[1] for b in (*given.calibrating, *given.measuring)} == {LENGTH}
     given = of_manuals(tokenizer, model, length=61)
     assert {b.tokens.shape[1] for b in (*given.calibrating, *given.measuring)} == {61}
+
+
+def test_a_pooler_stays_as_it_is():
+    """It is no plain linear layer; what is quantized around it gives vectors as before."""
+    spec = tiny(attention={"causal": False}, heads=(VectorHead(readout="first", pooler=True),))
+    plain = build(spec, generator=torch.Generator().manual_seed(0))
+    small = quantize_model(copy.deepcopy(plain), QuantSpec(scheme=Int8()))
+    assert type(small.heads["vector"]) is type(plain.heads["vector"])
+    ids = tokens(plain)
+    assert torch.allclose(small(ids)["vector"], plain(ids)["vector"], atol=0.05)
+    found = [
+        run_subject_check(c, subject_of_model(plain, name="pooled"))
+        for c in SUBJECT_CHECKS
+        if c.group == "quantization"
+    ]
+    assert not [one for one in found if one.failed]

@@ -16,7 +16,7 @@ from glassformer.spec.manifest import (
     manifest,
     stored,
 )
-from glassformer.spec.model import MaskedHead, ModelSpec, NextHead
+from glassformer.spec.model import MaskedHead, ModelSpec, NextHead, VectorHead
 from glassformer.spec.schemes import (
     SCHEMES,
     Int4,
@@ -199,17 +199,24 @@ def targets(model: ModelSpec, tied: Tied = "share") -> tuple[Parameter, ...]:
     """Return what can be quantized: every matrix, and a table that is also a head.
 
     A router stays as it is: it is small, and rounding it would send tokens to other experts. A
-    factorized table is two small factors, and stays as it is. With "untie" the head's own copy of
+    pooler is read once a sequence, and a factorized table is two small factors: they stay as they
+    are. With "untie" the head's own copy of
     the table is named, as the manifest of the untied model has it.
     """
     every = manifest(untied(model) if tied == "untie" else model)
     shared = {p.tied_to for p in every if p.role == "head" and p.tied_to is not None}
     keep_tables = is_factorized(model.embedding) or tied != "share"
+    poolers = {
+        f"heads.{name}.weight"
+        for name in model.head_names()
+        if isinstance(model.head(name), VectorHead)
+    }
     return tuple(
         p
         for p in every
         if p.tied_to is None
         and p.role != "router"
+        and p.name not in poolers
         and (p.kind == "matrix" or (p.name in shared and p.kind == "table" and not keep_tables))
     )
 
