@@ -64,9 +64,9 @@ FAULTS = (
     Fault("a token uses every expert", "budget.design:_design", "not active(block, p)", "False", "experts"),
     Fault("one expert too many", "budget.counting:_laws_of", "block.given(experts - 1)", "block.given(experts)", "experts"),
     # costs
-    Fault("attention over half the keys", "costs.estimates:flops", "4 * rows * rows", "2 * rows * rows", "flops"),
-    Fault("the tied head is free", "costs.estimates:flops", "products += 2 * rows * head_weights(model, name)", "pass", "flops"),
-    Fault("source as long as the target", "costs.estimates:flops", "2 * (source - rows) * of_source", "0", "flops"),
+    Fault("attention over half the keys", "costs.estimates:flops", "4 * rows[value.rows]", "2 * rows[value.rows]", "flops"),
+    Fault("the tied head is free", "costs.estimates:flops", 'if value.rows != "chosen" or expert_of(op.part) < chosen:', 'if value.rows != "chosen" and not op.part.startswith("heads."):', "flops"),
+    Fault("source as long as the target", "costs.estimates:flops", '"source": source', '"source": length', "flops"),
     Fault("Adam with one moment", "costs.estimates:optimizer_bytes", "return FLOAT * sum(2 * p.size + 1 for p in own)", "return FLOAT * sum(p.size + 1 for p in own)", "optimizers"),
     Fault("Muon with two moments", "costs.estimates:optimizer_bytes", "p.size if p.kind", "2 * p.size if p.kind", "optimizers"),
     Fault("SwiGLU keeps two", "costs.estimates:_ffn", "yield 3 * wide", "yield 2 * wide", "activations"),

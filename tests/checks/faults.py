@@ -255,7 +255,7 @@ FAULTS = (
     Fault("uniform without its lower half", "nn.linear:initialise", "uniform_(-bound, bound", "uniform_(0.0, bound", "initial weights follow their rule"),
     Fault("std squared", "nn.linear:initialise", "normal_(0.0, std,", "normal_(0.0, std**2,", "initial weights follow their rule"),
     Fault("weights transposed on disk", "store.tensors:tensor_chunks", "_memory(array_of(name))", "_memory(array_of(name).T)", "saved and loaded, same bits", "core"),
-    Fault("edits ignored", "nn.taps:Taps.visit", "x = _replaced(name, x, self.edits[name])", "_replaced(name, x, self.edits[name])", TAPS, "core"),
+    Fault("edits ignored", "nn.taps:Taps._edit", "return _replaced(name, x, self.edits[name]) if name in self.edits else x", "return x", TAPS, "core"),
     Fault("a tap renamed", "nn.ffn:MLP.forward", '"hidden"', '"inner"', TAPS, "core"),
     # by hand
     Fault("a hand-made gradient a little too large", "byhand.linear:linear_products", "np.matmul(dout_RO.T, x_RI", "np.matmul(dout_RO.T * 1.0001, x_RI", "by hand: gradients = central differences", "core"),

@@ -20,7 +20,7 @@ FAULTS = (
     Fault("the beginning of the token", SECRET, "hmac.compare_digest(given, self._token)", "self._token.startswith(given)", "token"),
     Fault("no token for reading", SECRET, 'if not scope["path"].startswith("/api"):', 'if scope["method"] == "GET" or not scope["path"].startswith("/api"):', "token"),
     Fault("an origin that is missing passes", CHECK, "origin is not None or (post and self.names_page)", "origin is not None", "origin"),
-    Fault("https is http", ORIGIN, "if scheme in self.schemes else None", "if scheme else None", "origin"),
+    Fault("https is http", ORIGIN, "if scheme not in self.schemes:", "if not scheme:", "origin"),
     Fault("forms are let in", CHECK, 'post and kind != "application/json"', "False", "json only"),
     Fault("the second header counts", "serve.http:single_headers", "if name in found and name in names:", "if False:", "two headers"),
     Fault("any length", BODY, "int(length) > most", "False", "length"),

@@ -286,7 +286,7 @@ class Extraction:
         }
 
     def table(self) -> MachineTable:
-        """Return the machine with its probabilities, to train on: `FsmTask(machine=...)`."""
+        """Return the machine with its probabilities, to train on: the `machine` of a task."""
         return machine_of(self.to_dict(), name="extracted")
 
     def encoded(self, ending: str) -> bytes:

@@ -243,7 +243,7 @@ def load_config(path: str | Path, *overrides: str | Iterable[str]) -> RunSpec:
 def load_machine(path: str | Path) -> MachineTable:
     """Return a machine from a JSON file: states and edges, or what `glass extract` wrote.
 
-    `gf.RunSpec(task=FsmTask(machine=...))` trains on it, like `task.machine=FILE.json`.
+    A task's `machine` may be it, like `task.machine=FILE.json`.
     """
     return read_machine(Path(path))
 

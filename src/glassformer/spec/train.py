@@ -339,7 +339,9 @@ def check_settings(settings: Iterable[str]) -> None:
     It needs neither the task nor torch; what remains is checked where the run is planned.
     """
     for text in settings:
-        path, _, value = text.partition("=")
+        path, given, value = text.partition("=")
+        if not given:
+            raise InputError(f"'{text}' has no value", hint="write path=value: train.lr=3e-4")
         first, _, rest = path.partition(".")
         kind: type[TrainSpec | ModelSpec]
         match first:

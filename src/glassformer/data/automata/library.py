@@ -127,8 +127,7 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
     if name.endswith(".json"):
         raise InputError(
             f"'{name}' is a file, not a machine",
-            hint="task.machine=FILE.json reads it; in Python, "
-            "FsmTask(machine=gf.load_machine('FILE.json'))",
+            hint="task.machine=FILE.json reads it, in Python gf.load_machine('FILE.json')",
         )
     found = re.fullmatch(r"(mod|brackets|random|partial)-([0-9]{1,9})", name)
     if found is None:
