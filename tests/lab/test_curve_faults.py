@@ -16,11 +16,7 @@ from tests.lab import (
     test_terminal_plot,
 )
 
-READ, SERIES, SHAPE = (
-    "lab.runs.curves:read_curves",
-    "lab.runs.curves:_series",
-    "lab.runs.metrics_file:_shape_of",
-)
+READ, SERIES = "lab.runs.curves:read_curves", "lab.runs.curves:_series"
 
 FAULTS = (
     Fault(
@@ -48,30 +44,25 @@ FAULTS = (
         "again",
     ),
     Fault("tokens are not summed", SERIES, "np.cumsum(lines.tokens)", "lines.tokens", "torn"),
-    Fault("a step of 1.0", SHAPE, "_STEP if hole == step else _NUMBER", "_NUMBER", "as json"),
-    Fault("the words for NaN are plain", SHAPE, "in _NOT_FINITE_TEXTS", "in ()", "as json"),
-    Fault("NaN is no number", SHAPE, 'b"NaN", ', "", "as json"),
-    Fault("keys with signs are plain", SHAPE, 'b\'"\', b"NaN"', 'b"NaN"', "as json"),
-    Fault("a number in two", SHAPE, "any(end in _OF_NUMBERS for end in ends)", "False", "as json"),
     Fault(
-        "short pieces first",
-        SHAPE,
-        "sorted(troubled, key=len, reverse=True)",
-        "sorted(troubled, key=len)",
-        "as json",
-    ),
-    Fault(
-        "a shape's lines stand at the end",
-        "lab.runs.metrics_file:_both",
-        "(number[1:] >= number[:-1]).all()",
-        "True",
+        "a step before the first",
+        "lab.runs.metrics_file:parse_line",
+        'not 0 <= found["step"]',
+        'not -1 <= found["step"]',
         "as json",
     ),
     Fault(
         "large values stay",
-        "lab.runs.metrics_file:_Shape.lines",
-        "values[large] *= math.inf",
-        "pass",
+        "lab.runs.metrics_file:_number",
+        "else number * math.inf",
+        "else number",
+        "as json",
+    ),
+    Fault(
+        "seconds a token",
+        "lab.runs.metrics_file:_Columns.add",
+        "tokens / seconds",
+        "seconds / tokens if tokens and seconds else 0.0",
         "as json",
     ),
     Fault(

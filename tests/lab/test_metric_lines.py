@@ -1,4 +1,4 @@
-"""Many lines read at once are what JSON makes of each of them, to the last bit, or its refusal."""
+"""A log is what JSON makes of each of its lines, to the last bit, or its refusal."""
 
 import itertools
 import json
@@ -9,7 +9,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassformer.lab.runs import metrics_file
 from glassformer.lab.runs.metrics_file import BadLine, Lines, read_lines
 
 NUMBERS = (
@@ -173,13 +172,3 @@ def files(draw: Any) -> bytes:
 @given(files())
 def test_any_file_is_read_as_json_reads_it(data):
     check(data)
-
-
-def test_more_lines_and_shapes_than_are_taken_at_once():
-    rows = [
-        line(("loss", f"{i / 7}"), ("nll", f'{{"next": {i}}}'), step=str(i)) for i in range(9000)
-    ]
-    for i in range(40):
-        rows.insert(200 * i, line((f"k{i}", "1.5"), step=str(200 * i)))
-    check(b"".join(rows))
-    assert metrics_file.TOGETHER < 9000 < 40 * 9000 // metrics_file.SHAPES

@@ -1,14 +1,12 @@
 """Reading metrics.jsonl into columns, and smoothing and thinning a curve before it is drawn.
 
-A run writes the same keys a million times. The first line of each shape is read as JSON; lines that
-differ from it only in their numbers then match a regular expression, and all of their numbers are
-read at once. The result equals that of reading each line by itself, bit for bit: anything else in a
-line is left to JSON to read or to refuse.
+Each line is an object of JSON. Columns are arrays from the start, so that the largest log takes as
+much memory as it has bytes, or little more.
 """
 
 import json
 import math
-import re
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,20 +113,7 @@ DEEPEST = 8
 LARGEST = 1e300
 #: Tokens or seconds that no step can spend; their sum over the largest file fits 64 bits.
 MOST_SPENT = 1 << 36
-#: The number of shapes that are tried, and of lines that are read at once: what a cache holds.
-SHAPES, TOGETHER = 16, 4096
-
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-#: Numbers as JSON writes them, but none with so many digits that no float is read from it, and no
-#: -0, which is an integer without a sign.
-_NUMBER = rb"(?!-0[^.eE])-?(?:0|[1-9][0-9]{0,289}+)(?![0-9])(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
-_STEP = rb"(?:0|[1-9][0-9]{0,14}+)"
-#: Strings without a sign that JSON itself uses, and the numbers outside of strings.
-_TOKENS = re.compile(rb'"[\w ./+-]*+"|(%s)' % _NUMBER)
-_OF_NUMBERS = b"0123456789+-.eE"
-_NOT_FINITE_TEXTS = {b'"%s"' % word.encode() for word in _NOT_FINITE}
-_OTHERS = bytes(sign for sign in range(256) if sign not in _OF_NUMBERS)
-_TO_BLANKS = bytes.maketrans(_OTHERS, b" " * len(_OTHERS))
 
 
 class BadLine(Exception):
@@ -151,24 +136,12 @@ class Lines:
 
 def read_lines(data: bytes) -> Lines:
     """Read complete lines, each with its newline."""
-    shapes: list[_Shape] = []
-    alone = _Alone()
-    at = number = 0
+    found, at, number = _Columns(), 0, 0
     while at < len(data):
-        for shape in shapes:
-            found = shape.rows.match(data, at)
-            if found is not None:
-                end = found.end()
-                count = data.count(b"\n", at, end)
-                shape.take(data[at:end], number, count)
-                break
-        else:
-            end, count = data.index(b"\n", at) + 1, 1
-            alone.add(parse_line(data[at : end - 1], number + 1), number)
-            if len(shapes) < SHAPES and (made := _shape_of(data[at:end])) is not None:
-                shapes.append(made)
-        at, number = end, number + count
-    return _joined([alone.lines(), *(shape.lines() for shape in shapes if shape.taken)], number)
+        end = data.index(b"\n", at)
+        found.add(parse_line(data[at:end], number + 1), number)
+        at, number = end + 1, number + 1
+    return found.lines()
 
 
 def parse_line(line: bytes, number: int) -> dict[str, Any]:
@@ -182,15 +155,14 @@ def parse_line(line: bytes, number: int) -> dict[str, Any]:
         raise BadLine(number) from error
 
 
-# --- one line -------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
-class _Alone:
-    """Lines that were read one by one."""
+class _Columns:
+    """What was read: step, tokens and seconds of every line, and the values of each name."""
 
-    spent: list[tuple[int, int, int, float]] = field(default_factory=list)
-    columns: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    step: "array[int]" = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    columns: dict[str, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any], number: int) -> None:
         """Add a step, or an evaluation."""
@@ -199,26 +171,29 @@ class _Alone:
             tokens, seconds = _number(line.get("tokens")), _number(line.get("seconds"))
             if tokens and seconds:
                 self._put("tokens_per_second", number, tokens / seconds)
-        self.spent.append((number, line["step"], int(_counted(tokens)), _counted(seconds)))
+        self.step.append(line["step"])
+        self.tokens.append(int(_counted(tokens)))
+        self.seconds.append(_counted(seconds))
         for name, value in _flat(line):
             self._put(name, number, value)
 
     def _put(self, name: str, number: int, value: float) -> None:
-        self.columns.setdefault(name, []).append((number, value))
+        if name not in self.columns:
+            self.columns[name] = array("q"), array("d")
+        numbers, values = self.columns[name]
+        numbers.append(number)
+        values.append(value)
 
-    def lines(self) -> "_Part":
+    def lines(self) -> Lines:
         """Return the lines as arrays."""
-        number, step, tokens, seconds = zip(*self.spent, strict=True) if self.spent else ((),) * 4
-        columns = {
-            name: (np.array([i for i, _ in pairs]), np.array([value for _, value in pairs]))
-            for name, pairs in self.columns.items()
-        }
-        return _Part(
-            number=np.array(number, dtype=np.int64),
-            step=np.array(step, dtype=np.int64),
-            tokens=np.array(tokens, dtype=np.int64),
-            seconds=np.array(seconds, dtype=np.float64),
-            columns=columns,
+        return Lines(
+            np.array(self.step, dtype=np.int64),
+            np.array(self.tokens, dtype=np.int64),
+            np.array(self.seconds, dtype=np.float64),
+            {
+                name: (np.array(numbers, dtype=np.int64), np.array(values, dtype=np.float64))
+                for name, (numbers, values) in self.columns.items()
+            },
         )
 
 
@@ -254,136 +229,3 @@ def _number(value: Any) -> float | None:
 def _counted(amount: float | None) -> float:
     """Return what a step spent; an impossible amount counts as 0."""
     return amount if amount is not None and 0 <= amount < MOST_SPENT else 0.0
-
-
-# --- many lines of one shape ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Some of the lines: their numbers, what each spent, and their columns."""
-
-    number: Ints
-    step: Ints
-    tokens: Ints
-    seconds: Floats
-    columns: Mapping[str, tuple[Ints, Floats]]
-
-
-@dataclass(eq=False)
-class _Shape:
-    """A template of lines: everything but their numbers, which are holes.
-
-    `pieces` are the texts between holes that contain characters of numbers; `names` gives the hole
-    of each value; `step`, `tokens`, `seconds` are holes as well, or None.
-    """
-
-    rows: re.Pattern[bytes]
-    pieces: list[bytes]
-    holes: int
-    names: list[tuple[str, int]]
-    step: int
-    tokens: int | None
-    seconds: int | None
-    texts: list[bytes] = field(default_factory=list)
-    taken: list[tuple[int, int]] = field(default_factory=list)
-
-    def take(self, text: bytes, number: int, count: int) -> None:
-        """Take `count` lines from `number` on; only the numbers of their text are kept."""
-        for piece in self.pieces:
-            text = text.replace(piece, b" ")
-        self.texts.append(text.translate(_TO_BLANKS))
-        self.taken.append((number, count))
-
-    def lines(self) -> _Part:
-        """Return the lines as arrays."""
-        count = sum(count for _, count in self.taken)
-        read = np.fromstring(b"".join(self.texts), dtype=np.float64, sep=" ")
-        assert len(read) == count * self.holes
-        values = read.reshape(count, self.holes).T
-        large = np.abs(values) >= LARGEST
-        values[large] *= math.inf
-        ranges = [np.arange(first, first + size) for first, size in self.taken]
-        number = np.concatenate(ranges)
-        columns: dict[str, tuple[Ints, Floats]] = {}
-        nothing = np.zeros(count)
-        tokens, seconds = (
-            nothing if hole is None else values[hole] for hole in (self.tokens, self.seconds)
-        )
-        rated = (tokens != 0) & (seconds != 0)
-        if rated.any():
-            with np.errstate(all="ignore"):
-                rates = tokens[rated] / seconds[rated]
-            columns["tokens_per_second"] = (number[rated], rates)
-        for name, hole in self.names:
-            own = (number, values[hole])
-            columns[name] = _both(columns[name], own) if name in columns else own
-        step = values[self.step].astype(np.int64)
-        spent = (np.where((x >= 0) & (x < MOST_SPENT), x, 0.0) for x in (tokens, seconds))
-        counted, took = spent
-        return _Part(number, step, counted.astype(np.int64), took, columns)
-
-
-def _shape_of(line: bytes) -> _Shape | None:
-    """Return the shape of a line that JSON has read; None if something in it is not plain."""
-    pieces, start = [], 0
-    for token in _TOKENS.finditer(line):
-        if token[1] is not None:
-            pieces.append(line[start : token.start()])
-            start = token.end()
-        elif token[0] in _NOT_FINITE_TEXTS:
-            return None
-    pieces.append(line[start:])
-    rest = _TOKENS.sub(b"", line)  # the quotes of a string that is not plain are left
-    if not line.isascii() or any(sign in rest for sign in (b'"', b"NaN", b"Infinity")):
-        return None
-    ends = [*(piece[-1:] for piece in pieces[:-1]), *(piece[:1] for piece in pieces[1:])]
-    if any(end in _OF_NUMBERS for end in ends):  # also the end of no text: two numbers in a row
-        return None
-    # The same line with numbered holes: reading it gives the hole of each name.
-    counted = b"".join(b"%s%d" % (piece, hole) for hole, piece in enumerate(pieces[:-1]))
-    sample = json.loads(counted + pieces[-1])
-    step, *spent = (sample.get(name) for name in ("step", "tokens", "seconds"))
-    tokens, seconds = (
-        hole if type(hole) is int and "val" not in sample else None for hole in spent
-    )
-    row = b"".join(
-        re.escape(piece) + (_STEP if hole == step else _NUMBER)
-        for hole, piece in enumerate(pieces[:-1])
-    )
-    rows = re.compile(rb"(?:%s%s){1,%d}+" % (row, re.escape(pieces[-1]), TOGETHER))
-    troubled = {piece for piece in pieces if piece.translate(None, _OTHERS)}
-    return _Shape(
-        rows=rows,
-        pieces=sorted(troubled, key=len, reverse=True),
-        holes=len(pieces) - 1,
-        names=[(name, int(hole)) for name, hole in _flat(sample)],
-        step=step,
-        tokens=tokens,
-        seconds=seconds,
-    )
-
-
-# --- all lines ------------------------------------------------------------------------------------
-
-
-def _joined(parts: list[_Part], count: int) -> Lines:
-    """Join the parts in the order of their lines."""
-    step, tokens = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    seconds = np.zeros(count)
-    columns: dict[str, tuple[Ints, Floats]] = {}
-    for part in parts:
-        step[part.number], tokens[part.number] = part.step, part.tokens
-        seconds[part.number] = part.seconds
-        for name, own in part.columns.items():
-            columns[name] = _both(columns[name], own) if name in columns else own
-    return Lines(step, tokens, seconds, columns)
-
-
-def _both(one: tuple[Ints, Floats], other: tuple[Ints, Floats]) -> tuple[Ints, Floats]:
-    """Merge two parts of a column by line; on the same line, `one` comes first."""
-    number, values = (np.concatenate(pair) for pair in zip(one, other, strict=True))
-    if (number[1:] >= number[:-1]).all():  # as a rule: the first line of a shape stands alone
-        return number, values
-    order = np.argsort(number, kind="stable")
-    return number[order], values[order]
