@@ -16,7 +16,7 @@ from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import NaiveStepper, ReplayedStepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
@@ -582,39 +582,6 @@ def steps_are_counted() -> None:
 
 
 # --- beams --------------------------------------------------------------------------------------
-
-
-RULES = (
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.1, "top_k": 5, "min_p": 0.02, "forbidden": (4,)},
-    {"temperature": 0.9, "typical_p": 0.8},
-)
-
-
-def sampled_runs_are_steps() -> None:
-    """Rows that end early leave a run; those that stay go on in another one; a run can be cut."""
-    prompts = Prompts.of([[3, 1, 4], [1, 5, 2], [6, 5, 3]])
-    for name, rules in itertools.product(("learned", "rotary"), RULES):
-        model = built(SPECS[name])
-        spec = DecodeSpec(max_new_tokens=12, seed=4, **rules)
-        replayed = ReplayedStepper(model)
-        for ends in ((), (1, 2, 3)):
-            some = replace(spec, eos=ends)
-            made = generate_batch(replayed, prompts, spec=some, logprobs=False)
-            alone = generate_batch(NaiveStepper(model), prompts, spec=some)
-            assert [g.tokens for g in made] == [g.tokens for g in alone]
-            assert [g.finish for g in made] == [g.finish for g in alone]
-        shares = torch.linspace(0.05, 0.95, 12, dtype=torch.float64).view(4, 3)
-        token, found = torch.tensor([7, 8, 9]), []
-        for cuts in ((4,), (3, 1)):
-            past, tokens_B, rows = replayed.start(prompts, room=8)[1], token, []
-            for part in shares.split(cuts):
-                run = replayed.run_sampled(tokens_B, past=past, spec=spec, shares_CB=part)
-                assert run is not None and len(run) == len(part)
-                tokens_B = torch.tensor(run[-1])
-                rows += run
-            found.append(rows)
-        assert found[0] == found[1]
 
 
 def beams_are_exact(*, models: int = 60) -> None:

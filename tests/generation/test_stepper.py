@@ -9,7 +9,7 @@ from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import HandStepper, NaiveStepper, ReplayedStepper, TorchStepper
+from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import build, weights_of
 from glassformer.spec import presets
@@ -60,30 +60,6 @@ def test_the_by_hand_engine_is_one_more_stepper(name):
     spec = DecodeSpec(max_new_tokens=8, temperature=0.9, seed=4, eos=(1,))
     ours, theirs = (generate_batch(s, prompts, spec=spec) for s in (hand, NaiveStepper(model)))
     assert [g.tokens for g in ours] == [g.tokens for g in theirs]
-
-
-@pytest.mark.parametrize("name", [name for name in checks.SPECS if "seq2seq" not in name])
-def test_a_replayed_step_reads_all_columns_and_answers_for_one(name):
-    """Rows that end early leave; what stands behind the column that is asked for is not seen."""
-    model = built(checks.SPECS[name])
-    if model.spec.encoder is not None:
-        with pytest.raises(InputError, match="encoder"):
-            ReplayedStepper(model)
-        return
-    replayed, prompts = ReplayedStepper(model), Prompts.of([[3, 1, 4], [1, 5, 2], [6, 5, 3]])
-    assert max(checks.paired_logits(lambda _: replayed, model, prompts, steps=6)) <= 1e-11
-    spec = DecodeSpec(max_new_tokens=8, temperature=0.9, seed=4, eos=(1, 2, 3))
-    for _ in range(2):  # the second time in the same place
-        ours, theirs = (
-            generate_batch(s, prompts, spec=spec) for s in (replayed, NaiveStepper(model))
-        )
-        assert [g.tokens for g in ours] == [g.tokens for g in theirs]
-    with pytest.raises(InputError, match="different lengths"):
-        generate_batch(replayed, [[1], [2, 3]], spec=spec)
-
-
-def test_tokens_that_are_sampled_in_one_launch_are_those_of_single_steps():
-    checks.sampled_runs_are_steps()
 
 
 def test_the_by_hand_engine_says_that_it_counts_padding():

@@ -155,20 +155,3 @@ def test_a_run_stops_and_goes_on(tmp_path):
     for ours, theirs in zip(one, two, strict=True):
         if "loss" in ours:
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-
-
-def test_samples_that_are_written_aside_are_those_that_are_waited_for(tmp_path):
-    """A thread writes them while the second evaluation and all later ones are computed."""
-    found = {}
-    for aside in (True, False):
-        spec = recipe("text", ["train.steps=40", "train.evaluate_every=10"])
-        run = TrainingRun(spec, tmp_path / str(aside), device="cuda")
-        assert run.may_sample_aside
-        run.may_sample_aside = aside
-        run.prepare()
-        events = list(run.events())
-        assert run.samples_aside == aside
-        files = sorted((tmp_path / str(aside) / "samples").iterdir())
-        losses_ = [e.evaluation.loss for e in events if hasattr(e, "evaluation")]
-        found[aside] = losses_, [(file.name, file.read_text()) for file in files]
-    assert len(found[True][1]) == 4 and found[True] == found[False]

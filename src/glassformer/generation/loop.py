@@ -4,7 +4,6 @@ Everything that can be refused is refused by the call, before the first column i
 has ended leaves the batch; its random numbers, limits and constraint never depended on the others.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.choosing import NOTHING, Likeliest, is_plain, uniforms
+from glassformer.generation.choosing import NOTHING, Likeliest
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepping import Stepper
@@ -180,13 +179,11 @@ def _columns(
     logits_BV, past = stepper.start(prompts, room=longest)
     chooser = stepper.chooser(spec, prompts, logprobs=logprobs, count=count)
     plain = _only_greedy(spec, rows) and not count
-    sampled = _only_sampled(spec, rows) and not count and not logprobs
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):
         ahead = False
         likeliest: list[Likeliest] = []
         runs = plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
-        runs = runs or sampled
         if ready:
             chosen, values = ready.pop()
         else:
@@ -220,16 +217,7 @@ def _columns(
         if ahead or ready:
             continue
         tokens_B = chooser.array(np.array([chosen[line] for line in stay], dtype=np.int64))
-        if sampled:
-            names = [rows[i].name for i in going]
-            some = min(rows[i].limit - rows[i].made for i in going)
-            shares = _shares(spec.seed, names, range(step + 1, step + 1 + some))
-            drawn = stepper.run_sampled(
-                tokens_B, past=past, spec=spec, shares_CB=chooser.array(shares)
-            )
-            sampled = drawn is not None
-            ready = [(each, [math.nan] * len(each)) for each in reversed(drawn or [])]
-        elif runs:
+        if runs:
             made = stepper.run_greedy(
                 tokens_B,
                 past=past,
@@ -249,17 +237,6 @@ def _only_greedy(spec: DecodeSpec, rows: list[Row]) -> bool:
     """Return True if each token is the likeliest allowed one, and only its id decides what ends."""
     free = all(row.bounded is None for row in rows)
     return spec.greedy and free and spec.repetition_penalty == 1.0 and not spec.stop
-
-
-def _only_sampled(spec: DecodeSpec, rows: list[Row]) -> bool:
-    """Return True if logits and a random number decide each token, and its id alone what ends."""
-    free = all(row.bounded is None for row in rows)
-    return free and is_plain(spec) and not spec.greedy and not spec.stop
-
-
-def _shares(seed: int, names: Sequence[int], steps: range) -> NDArray[np.float64]:
-    """Return the random numbers (C, B) of these rows at these steps."""
-    return np.array([uniforms([seed] * len(names), names, [step] * len(names)) for step in steps])
 
 
 def _check_numbers(tokens: list[int], values: list[float]) -> None:

@@ -211,12 +211,12 @@ def make_sampler(spec: DecodeSpec) -> Sampler:
     return sample
 
 
-def _kept(x_BV: Tensor, spec: DecodeSpec, *, few: int = _FEW) -> Tensor:
+def _kept(x_BV: Tensor, spec: DecodeSpec) -> Tensor:
     """Apply the temperature and the rules after it."""
     x_BV = scale_by_temperature(x_BV, spec.temperature)
     if spec.top_k is not None:
         x_BV = keep_top_k(x_BV, spec.top_k)
-    x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p, few=few), spec.min_p)
+    x_BV = keep_min_p(keep_top_p(x_BV, spec.top_p), spec.min_p)
     return keep_typical(x_BV, spec.typical_p)
 
 
@@ -239,12 +239,12 @@ def settings_of(spec: DecodeSpec) -> tuple[object, ...]:
 class Together:
     """The sampler of a plain spec for rows of several sequences at once, seeds and steps apart.
 
-    Nothing here waits for a GPU, except a nucleus (`keep_top_p`), unless `waits` is False.
+    Nothing here waits for a GPU, except a nucleus (`keep_top_p`).
     """
 
-    def __init__(self, spec: DecodeSpec, *, waits: bool = True) -> None:
+    def __init__(self, spec: DecodeSpec) -> None:
         assert is_plain(spec)
-        self.spec, self.waits = spec, waits
+        self.spec = spec
         self._closed: Tensor | None = None  # the forbidden ids, on the logits' device
 
     def __call__(self, logits_BV: Tensor, share_B1: Tensor | None) -> Tensor:
@@ -256,8 +256,7 @@ class Together:
         if self.spec.greedy:
             return likeliest(logits_BV)
         assert share_B1 is not None
-        few = _FEW if self.waits else logits_BV.shape[-1]
-        return draw_at(_kept(as_float(logits_BV), self.spec, few=few), share_B1)
+        return draw_at(_kept(as_float(logits_BV), self.spec), share_B1)
 
 
 # --- in the decoding loop -------------------------------------------------------------------------

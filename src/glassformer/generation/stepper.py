@@ -1,15 +1,12 @@
 """Steppers over torch models, and over the by-hand engine.
 
 `TorchStepper` has a cache; `NaiveStepper` has none, reads everything again at each step and is
-what the others are checked against; `ReplayedStepper` does the same as one launch on a GPU;
-`HandStepper` runs the by-hand engine; `PrefixCacheStepper`
+what the others are checked against; `HandStepper` runs the by-hand engine; `PrefixCacheStepper`
 keeps its cache between prompts and reads only what differs from the last one, as in a chat. The
 past is passed in and out, never stored on the model.
 """
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +17,11 @@ from torch import Tensor
 from glassformer.byhand import cached_forward as byhand
 from glassformer.byhand.model import Model as HandModel
 from glassformer.generation.prompts import Prompts, padded
-from glassformer.generation.samplers import Together, settings_of
 from glassformer.generation.stepping import RewindingStepper, Stepper
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
 from glassformer.nn.cache import FixedCache, GrowingCache
-from glassformer.spec.decoding import DecodeSpec, KVCache
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 
 # B batch, T length, S source length, D d_model, V vocab
@@ -187,164 +183,6 @@ class NaiveStepper(Stepper):
         )
         cache = None if self.kv_cache == "float" else GrowingCache(kv_cache=self.kv_cache)
         return self.model.project(self.model.hidden(inputs, cache=cache)[:, -1], "next")
-
-
-@dataclass(slots=True)
-class ReplayedPast:
-    """Token ids of one length, filled up to column `column`; `lines` are the rows still wanted."""
-
-    room: "_Room"
-    lines: Tensor
-
-    def reorder(self, rows_B: Tensor) -> None:
-        self.lines = self.lines[rows_B.to(self.lines.device)]
-
-
-#: Steps of a run that are launched before the first of them has ended.
-AHEAD = 4
-
-
-class _Room:
-    """The memory that the launches of one shape read and write.
-
-    `column` is the last column that was read, `next_B` is what is read next, by rows; `done` counts
-    the steps of a run, which has random numbers and keeps its choices here.
-    """
-
-    def __init__(self, batch: int, length: int, device: torch.device) -> None:
-        self.tokens_BT = torch.zeros(batch, length, dtype=torch.int64, device=device)
-        self.column = torch.zeros(1, dtype=torch.int64, device=device)
-        self.next_B = self.tokens_BT.new_zeros(batch)
-        self.done = torch.zeros_like(self.column)
-        self.shares_CB = torch.zeros(length, batch, dtype=torch.float64, device=device)
-        self.made_CB = self.tokens_BT.new_zeros(length, batch)
-
-    def read_next(self) -> None:
-        """Write the next tokens behind the last."""
-        self.column += 1
-        self.tokens_BT.index_copy_(1, self.column, self.next_B[:, None])
-
-
-class ReplayedStepper(Stepper):
-    """No cache, on a GPU: sequences of the final length at every step, launched as one graph.
-
-    For small models, which wait for launches, not for arithmetic, and for stacks of them, which
-    have no fast step. It reads the weights where they are; they may change, but not move. Tokens
-    that are sampled by plain rules are chosen in the same launch.
-    """
-
-    def __init__(self, model: Model) -> None:
-        if model.spec.encoder is not None:
-            raise InputError("a model with an encoder", hint="use TorchStepper")
-        self.model = decodable(model)
-        super().__init__(model.spec)
-        self._rooms: dict[tuple[int, int], _Room] = {}
-        self._launches: dict[tuple[object, ...], Callable[[], Tensor]] = {}
-        self._samplers: dict[tuple[object, ...], Together] = {}
-        self._stream: torch.cuda.Stream | None = None
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Launch on a stream of its own, after what was launched so far, beside what comes now."""
-        if not next(self.model.parameters()).is_cuda:
-            yield
-            return
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    @torch.no_grad()
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, ReplayedPast]:
-        inputs = read_prompts(self.model, prompts)
-        if inputs.valid_BT is not None:
-            raise InputError("prompts of different lengths", hint="use TorchStepper")
-        B, length = inputs.tokens_BT.shape
-        shape, device = (B, length + room), inputs.tokens_BT.device
-        if shape not in self._rooms:
-            self._rooms[shape] = _Room(*shape, device)
-        here = self._rooms[shape]
-        here.tokens_BT[:, :length] = inputs.tokens_BT
-        here.column.fill_(length - 1)
-        self.positions += here.tokens_BT.shape[1]
-        past = ReplayedPast(here, torch.arange(B, device=device))
-        return self._logits(here), past
-
-    @torch.no_grad()
-    def step(self, tokens_B: Tensor, *, past: ReplayedPast) -> Tensor:
-        here = past.room
-        self.positions += here.tokens_BT.shape[1]
-        here.next_B.index_copy_(0, past.lines, tokens_B.to(here.next_B.device))
-        here.read_next()
-        return self._launch(here, lambda: self._logits(here))()[past.lines]
-
-    @torch.no_grad()
-    def run_sampled(
-        self, tokens_B: Tensor, *, past: ReplayedPast, spec: DecodeSpec, shares_CB: Tensor
-    ) -> list[list[int]] | None:
-        here, steps, settings = past.room, len(shares_CB), settings_of(spec)
-        sampler = self._samplers.setdefault(settings, Together(spec, waits=False))
-
-        def compute() -> Tensor:
-            here.read_next()
-            share_B1 = here.shares_CB.index_select(0, here.done)[0][:, None]
-            found_B = sampler(self._logits(here), share_B1)
-            here.made_CB.index_copy_(0, here.done, found_B[None])
-            here.next_B.copy_(found_B.clamp(min=0))  # NOTHING is for the caller to see
-            here.done += 1
-            return here.made_CB
-
-        launch = self._launch(here, compute, *settings)
-        device = here.next_B.device
-        here.next_B.index_copy_(0, past.lines, tokens_B.to(device))
-        here.shares_CB[:steps].index_copy_(1, past.lines, shares_CB.to(device))
-        here.done.zero_()
-        under_way: deque[torch.cuda.Event] = deque()
-        for _ in range(steps):
-            launch()
-            if device.type == "cuda":  # a full queue would keep other threads from launching
-                under_way.append(torch.cuda.current_stream().record_event())
-                if len(under_way) > AHEAD:
-                    under_way.popleft().synchronize()
-        self.positions += steps * here.tokens_BT.shape[1]
-        made: list[list[int]] = here.made_CB[:steps].index_select(1, past.lines).tolist()
-        return made
-
-    def _logits(self, here: _Room) -> Tensor:
-        """Return the logits after the last column that was read."""
-        hidden_BTD = self.model.hidden(Inputs(here.tokens_BT))
-        return self.model.project(hidden_BTD.index_select(1, here.column)[:, 0], "next")
-
-    def _launch(
-        self, here: _Room, compute: Callable[[], Tensor], *settings: object
-    ) -> Callable[[], Tensor]:
-        """Return what computes this over the memory of its shape: on a GPU, recorded once."""
-        key = (*here.tokens_BT.shape, *settings)
-        if here.tokens_BT.device.type != "cuda":
-            return compute
-        if key not in self._launches:
-            self._launches[key] = self._record(here, compute)
-        return self._launches[key]
-
-    def _record(self, here: _Room, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a launch; what it writes is put back."""
-        kept = [(x, x.clone()) for x in (here.tokens_BT, here.column, here.next_B, here.done)]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            compute()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = compute()
-        for x, before in kept:
-            x.copy_(before)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
 
 
 @dataclass(slots=True)

@@ -138,17 +138,6 @@ class Stepper(ABC):
         """
         return None
 
-    def run_sampled(
-        self, tokens_B: "Tensor", *, past: Any, spec: DecodeSpec, shares_CB: "Tensor"
-    ) -> list[list[int]] | None:
-        """Add the tokens, then sample those after them, and so on; None: not offered.
-
-        `spec` is plain (`samplers.is_plain`); the C steps have the random numbers `shares_CB`.
-        Return a list of tokens (B) for each step, NOTHING (-1) where none can be chosen. The next
-        run begins with the last tokens chosen.
-        """
-        return None
-
     def chooser(
         self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int
     ) -> "Chooser":

@@ -17,7 +17,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
 from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.stepper import HandStepper, ReplayedStepper, TorchStepper
+from glassformer.generation.stepper import HandStepper, TorchStepper
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lens.measure.probes import Probes
@@ -26,7 +26,6 @@ from glassformer.models.model import Model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError
-from glassformer.spec.manifest import count_parameters
 from glassformer.spec.units import plain_digits
 from glassformer.store.rundir import STEP, RunDirectory
 from glassformer.training.distributed import DistributedEngine
@@ -130,8 +129,6 @@ def engine_model(engine: Engine) -> Model | HandModel:
 COUNT = 3
 #: Tokens of an opening and of its continuation, where the model's context has room for both.
 OPENING, LENGTH = 16, 64
-#: Parameters of a model that is read as a whole for each token of a sample, on a GPU.
-REPLAYED = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +140,8 @@ class Sample:
 
 
 def sample_stepper(engine: Engine, task: Task) -> Stepper | None:
-    """Return what writes a run's samples, to be kept; None unless the task is running text.
-
-    A small model whose steps are recorded is read as a whole for each token, in one launch: nothing
-    is derived from its weights, and no kernel has to be compiled.
-    """
-    if not task.is_running_text:
-        return None
-    small = engine.spec.encoder is None and count_parameters(engine.spec) <= REPLAYED
-    if small and isinstance(engine, TorchEngine) and engine.recorded is not None:
-        return ReplayedStepper(engine.model)
-    return engine_stepper(engine)
+    """Return what writes a run's samples, to be kept; None unless the task is running text."""
+    return engine_stepper(engine) if task.is_running_text else None
 
 
 def write_samples(

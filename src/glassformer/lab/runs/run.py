@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.load import load
-from glassformer.generation.stepper import ReplayedStepper
 from glassformer.lab.measure.evaluate import Evaluation, evaluate
 from glassformer.lab.runs.artifacts import (
     Sample,
@@ -221,11 +220,6 @@ class TrainingRun:
         stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
         self.samples = lambda: write_samples(stepper, self.task)[0]
-        #: The steps of all samples but the first are recorded, and wait for a GPU alone: meanwhile
-        #: this thread evaluates. While something is recorded, no other thread may use the GPU.
-        self.samples_aside = False
-        self.aside = stepper.aside if isinstance(stepper, ReplayedStepper) else None
-        self.may_sample_aside = self.aside is not None and peers is None
         self.probes: Callable[[], Probes] = self._probes
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False
@@ -488,7 +482,6 @@ class TrainingRun:
         return bool(patience) and self.progress.stale >= patience
 
     def _evaluate(self) -> Evaluated:
-        aside = self.writer.submit(self._samples_aside) if self.samples_aside else None
         evaluation = evaluate(
             self.engine,
             self.task,
@@ -508,26 +501,16 @@ class TrainingRun:
             if isinstance(engine, DistributedEngine) and engine.sharded:
                 samples = engine.run(self._look_closer)  # its parameters are on all ranks
             elif self.directory.writes:
-                samples = self._look_closer(aside)
-                self.samples_aside = self.may_sample_aside
-        elif aside is not None:
-            aside.result()  # of a model that is lost
+                samples = self._look_closer()
         return Evaluated(self.progress.step, evaluation, best, samples)
 
-    def _samples_aside(self) -> tuple[Sample, ...]:
-        """Write samples beside what this run's own thread computes."""
-        assert self.aside is not None
-        with self.aside():
-            return self.samples()
-
-    def _look_closer(self, aside: Future[tuple[Sample, ...]] | None = None) -> tuple[Sample, ...]:
-        """Write samples and probes; return the samples, which may be on their way."""
-        samples = self.samples() if aside is None else ()
+    def _look_closer(self) -> tuple[Sample, ...]:
+        """Write samples and probes; return the samples."""
+        samples = self.samples()
         if self.spec.train.probes:
             seen = self.probes()
             every, answers = self.spec.train.evaluate_every, self.spec.model.head_size(seen.head)
             keep_probes(self.directory, seen, every=every, vocab_size=answers)
-        samples = samples if aside is None else aside.result()
         keep_samples(self.directory, self.progress.step, samples)
         return samples
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
-from glassformer.generation.stepper import ReplayedStepper, TorchStepper
+from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.stepping import Stepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
@@ -176,8 +176,7 @@ class StackedRuns:
         """Return what decodes with the models of the stack as it is now."""
         model = self.engine.model
         if self._stepper is None or self._stepper[0] is not model:
-            recorded = self.engine.steps.fixed and model.spec.encoder is None
-            self._stepper = model, ReplayedStepper(model) if recorded else TorchStepper(model)
+            self._stepper = model, TorchStepper(model)
         return self._stepper[1]
 
     def _probes(self, i: int) -> Probes:
