@@ -1,15 +1,21 @@
 """The table executor x row: no empty cell, and a fault in each one's own code that its rows see."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import glassformer
+from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
-from glassformer.checks.executors import CLAIMS, EXECUTORS, Executor, table
+from glassformer.checks.executors import CLAIMS, EXECUTORS, Executor, lacking, table
+from glassformer.spec.model import RelativeBias
+from glassformer.spec.presets import PRESETS, preset
 from tests.checks.c_faults import FAULTS as C_FAULTS
 from tests.checks.faults import FAULTS
+from tests.command import glass
 from tests.training.ranks import FAULTS as RANK_FAULTS
 
 ROWS = {check.name for check in (*PART_CHECKS, *SUBJECT_CHECKS)}
@@ -51,3 +57,29 @@ def test_a_fault_in_its_own_code_turns_one_of_its_rows_red(one: Executor) -> Non
         if row in one.rows.values() and where.startswith(one.code)
     ]
     assert own, f"no fault is planted in {', '.join(one.code)}"
+
+
+def test_what_an_executor_lacks_is_derived_from_the_program() -> None:
+    relative = replace(preset("core"), position=RelativeBias())
+    found = {name: why for name, why in lacking(relative).items() if why}
+    assert found["native step"] == "the native step has no RelativeBias (relative)"
+    assert found["models trained as one"] == "RelativeBias (relative)"
+    assert "by hand" not in found and "torch modules" not in found
+    assert not any(lacking(preset("gemma")).values())
+    digits = lacking(preset("digits"))
+    assert digits["native step"] == digits["cached steps in torch"] == "it predicts no next token"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_what_runs_by_hand_and_in_a_stack_can_be_built(name: str) -> None:
+    lacks = lacking(preset(name))
+    assert not lacks["by hand"] and not lacks["models trained as one"]
+    HandModel(preset(name), params=None, dtype="float32")
+
+
+def test_the_command_lists_them() -> None:
+    done = glass("show", "digits", "--executors")
+    assert done.stdout.splitlines()[0] == "torch modules              runs"
+    found = json.loads(glass("show", "qwen", "--executors", "--json").stdout)
+    assert found["executors"] == lacking(preset("qwen"))
+    assert glass("show", "qwen", "--executors", "--program").returncode == 2

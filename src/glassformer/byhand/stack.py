@@ -31,8 +31,12 @@ from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import alibi_slopes, relative_buckets
+from glassformer.spec.program import everything_but
 
 # B batch, T query length, S key length, D d_model
+
+#: What this engine runs: every part but a user's position, which is a torch module.
+RUNS = everything_but(OwnPosition)
 
 
 @dataclass(slots=True)

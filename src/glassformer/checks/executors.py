@@ -1,11 +1,18 @@
-"""Who computes a model, and the rows of `glass verify` that hold each of them to another.
+"""Who computes a model, what each of them lacks, and the rows of `glass verify` that hold them.
 
 A default never reaches an executor that has no row here: a test prints the table and fails on an
 empty cell, and plants a fault in the code of each.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from glassformer.byhand import stack as byhand
+from glassformer.generation.fast.program import unknown_part
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.program import Runs, missing, program
+from glassformer.training import stacked
 
 #: What is claimed of an executor: its numbers, its gradients and update, several rows at once, and
 #: sequences longer than a page, a tile or a window of its code.
@@ -13,11 +20,46 @@ Claim = Literal["values", "gradients", "batch", "long"]
 CLAIMS: tuple[Claim, ...] = ("values", "gradients", "batch", "long")
 
 
+def runs_all(model: ModelSpec) -> str:
+    """Return nothing: no part of a model is lacking."""
+    return ""
+
+
+def derived(runs: Runs) -> Callable[[ModelSpec], str]:
+    """Return what an executor that declares these kinds and fields lacks for a model."""
+
+    def lacks(model: ModelSpec) -> str:
+        return ", ".join(missing(program(model), runs))
+
+    return lacks
+
+
+def continues(model: ModelSpec) -> str:
+    """Return why a model continues no sequence; empty if it does."""
+    causal = all(block.attention.causal for block in model.decoder.blocks())
+    if "next" in model.head_names() and causal:
+        return ""
+    return "it predicts no next token"
+
+
+def served_together(model: ModelSpec) -> str:
+    """Return why sequences of a model are served one by one; empty if they share steps."""
+    if model.encoder is not None:
+        return "an encoder-decoder is served one sequence at a time"
+    return continues(model)
+
+
+def rounded(model: ModelSpec) -> str:
+    """Return what the native step lacks with keys and values in 8 bits."""
+    return unknown_part(model, kv_cache="int8")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """A way to compute a model, what takes it by default, its files, and its rows by claim.
 
-    In the place of a row, `-` and a reason: what it never does.
+    In the place of a row, `-` and a reason: what it never does. `lacks` says what it cannot run of
+    a model, from its spec alone; whoever asks it goes on with another one.
     """
 
     name: str
@@ -25,6 +67,7 @@ class Executor:
     code: tuple[str, ...]
     precision: str
     rows: dict[Claim, str]
+    lacks: Callable[[ModelSpec], str] = runs_all
 
 
 _NO_TRAINING = "- it does not train"
@@ -56,6 +99,7 @@ EXECUTORS = (
     ),
     Executor(
         name="by hand",
+        lacks=derived(byhand.RUNS),
         default="glass train engine=numpy, gf.byhand",
         code=("byhand",),
         precision="float64",
@@ -68,6 +112,7 @@ EXECUTORS = (
     ),
     Executor(
         name="cached steps in torch",
+        lacks=continues,
         default="glass generate where there is no native step",
         code=("generation.stepper", "nn.cache"),
         precision="as loaded",
@@ -80,6 +125,7 @@ EXECUTORS = (
     ),
     Executor(
         name="native step",
+        lacks=unknown_part,
         default="glass generate and chat on a CPU",
         code=("generation.fast.native", "generation.fast.program", "kernels/step"),
         precision="float32, bfloat16",
@@ -92,6 +138,7 @@ EXECUTORS = (
     ),
     Executor(
         name="batches of requests",
+        lacks=served_together,
         default="glass serve",
         code=("generation.batching", "generation.fast.slots"),
         precision="as loaded",
@@ -104,6 +151,7 @@ EXECUTORS = (
     ),
     Executor(
         name="speculation",
+        lacks=unknown_part,
         default="glass generate --speculate, glass serve",
         code=("generation.speculative",),
         precision="as loaded",
@@ -116,6 +164,7 @@ EXECUTORS = (
     ),
     Executor(
         name="prompts kept on disk",
+        lacks=unknown_part,
         default="--prompt-cache",
         code=("generation.fast.prompt_cache", "generation.fast.turns"),
         precision="as loaded",
@@ -128,6 +177,7 @@ EXECUTORS = (
     ),
     Executor(
         name="keys and values in 8 bits",
+        lacks=rounded,
         default="--kv-cache int8",
         code=("nn.cache", "kernels/step_attention"),
         precision="int8",
@@ -152,6 +202,7 @@ EXECUTORS = (
     ),
     Executor(
         name="models trained as one",
+        lacks=derived(stacked.RUNS),
         default="glass sweep of small models",
         code=("training.stacked", "training.stacked_step", "nn.stacked"),
         precision="float32",
@@ -184,3 +235,8 @@ def table() -> str:
         lines.append(f"{one.name} ({one.precision}): {one.default}")
         lines += [f"  {claim:<9} {one.rows.get(claim, '')}" for claim in CLAIMS]
     return "\n".join(lines)
+
+
+def lacking(model: ModelSpec) -> dict[str, str]:
+    """Return what each executor lacks for a model; empty where it runs it."""
+    return {one.name: one.lacks(model) for one in EXECUTORS}

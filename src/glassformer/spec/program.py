@@ -834,6 +834,20 @@ def _lacks(value: Any, runs: Runs) -> Iterator[str]:
 
 #: The names of all kinds, in the order in which they are listed.
 KINDS: tuple[type, ...] = get_args(Kind)
+#: Specs that a kind's field may hold.
+_INSIDE = (
+    *(Sinusoidal, OwnPosition, ALiBi, RelativeBias),
+    *(LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling),
+)
+
+
+def everything_but(*lacking: type) -> Runs:
+    """Return what an executor runs that runs every kind with every value, but for these."""
+    return {
+        one: {each.name: ANY for each in fields(one)}
+        for one in (*KINDS, *_INSIDE)
+        if one not in lacking
+    }
 
 
 # --- the list as text -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec, RelativeBias
 from glassformer.spec.own import OwnOptimizer, OwnPosition
+from glassformer.spec.program import everything_but, missing, program
 from glassformer.spec.train import AdamW, Muon, RunSpec
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (
@@ -49,16 +50,18 @@ from glassformer.training.stacked_step import StackedModels, StackedSteps, layou
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 
 
+#: A user's position is code for one model, and a learned bias has one table for all layers.
+RUNS = everything_but(OwnPosition, RelativeBias)
+
+
 def why_not_stacked(run: RunSpec) -> str | None:
     """Return why a run cannot be trained in a stack; None if it can."""
     if run.engine != "torch":
         return "the NumPy engine trains one model at a time"
     if run.tuning is not None:
         return "a fine-tuned model starts from its base"
-    if isinstance(run.model.position, OwnPosition):
-        return f"{run.model.position.source} is code for one model"
-    if isinstance(run.model.position, RelativeBias):
-        return "relative position biases are learned for one model at a time"
+    if lacks := missing(program(run.model), RUNS):
+        return f"a stack has no {lacks[0]}"
     if isinstance(run.train.optimizer, Muon | OwnOptimizer):
         return "only SGD and AdamW are stacked"
     if run.train.gradient_checkpointing:

@@ -30,6 +30,9 @@ def show(
         bool,
         typer.Option("--program", help="List what the model computes, operation by operation."),
     ] = False,
+    executors: Annotated[
+        bool, typer.Option("--executors", help="List what computes the model, and what cannot.")
+    ] = False,
     every_block: Annotated[
         bool, typer.Option("--every-block", help="Draw or list equal blocks one by one.")
     ] = False,
@@ -58,8 +61,11 @@ def show(
     from glassformer.cli.shell.terminal import target_of, tell, write_file
     from glassformer.lab.show import show as shown
 
+    others = {"--diagram": diagram, "--narrow": narrow, "-o": out is not None}
+    if executors:
+        refuse_with("--executors", {"--program": program, **others, "--every-block": every_block})
     if program:
-        refuse_with("--program", {"--diagram": diagram, "--narrow": narrow, "-o": out is not None})
+        refuse_with("--program", others)
     drawn = not program and (
         diagram or narrow or every_block or (out or "").lower().endswith(".svg")
     )
@@ -67,6 +73,17 @@ def show(
     if what.count("/") == 1 and not what.endswith((".toml", ".json")):  # perhaps org/name
         what = resolve.find_model(what, runs=Path(runs))
     found = shown(what, overrides=list(overrides or ()), runs=runs)
+    if executors:
+        from glassformer.checks.executors import lacking
+
+        lacks = lacking(found.model)
+        if as_json:
+            typer.echo(json.dumps({"name": found.name, "executors": lacks}))
+        else:
+            width = max(map(len, lacks))
+            lines = [f"{name:<{width}}  {why or 'runs'}" for name, why in lacks.items()]
+            typer.echo("\n".join(lines))
+        return
     if program:
         typer.echo(
             found.operations_json() if as_json else found.operations(every_block=every_block)

@@ -76,7 +76,7 @@ HEAD = "next"
 def unknown_part(model: spec.ModelSpec, *, kv_cache: KVCache = "float") -> str:
     """Return what a model of this spec has that the C file cannot run; empty if it can."""
     if HEAD not in model.head_names():
-        return "the native step is for models that predict the next token"
+        return "it predicts no next token"
     made = kinds.program(model).for_head(HEAD)
     if lacks := missing(made, RUNS):
         return f"the native step has no {lacks[0]}"
