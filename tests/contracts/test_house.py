@@ -327,6 +327,7 @@ def undocumented(module: str) -> list[str]:
 
 #: Why a module with a single importer is a file of its own. A table is the importer of its members.
 ONE_IMPORTER = {
+    "checks.executors": "the table of executors; the command that shows it reads it",
     "checks.following": "a forward followed module by module; diff compares two of them",
     "checks.rows.processes": "a row that starts processes of its own; the catalogue is the table",
     "checks.rows.training_step": "rows of the training step; the catalogue is their table",
