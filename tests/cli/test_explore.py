@@ -88,6 +88,29 @@ def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
         assert asked(port, token, f"/api/runs/{runs[0]['id']}")["checkpoints"] == []
 
 
+def test_a_second_signal_ends_it_whatever_it_computes(tmp_path: Path) -> None:
+    """A request waits for a server that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with exploring_process(str(tmp_path), "--server", address) as (process, port, token):
+            body = b'{"run": "server:any", "prompt": "so it"}'
+            head = (
+                f"POST /api/generate HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+                f"Origin: http://127.0.0.1:{port}\r\nX-Glass-Token: {token}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(head.encode() + body)
+                computing, _ = silent.accept()
+                with computing:
+                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(signal.SIGINT)  # another one: two of a kind may become one
+                    codes = 128 + signal.SIGTERM, 128 + signal.SIGINT
+                    assert process.wait(timeout=30) in codes
+                    assert "Traceback" not in process.stderr.read()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "localhost.evil"])
 def test_another_address_takes_two_options(host: str) -> None:
     with pytest.raises(InputError, match="other machines"):

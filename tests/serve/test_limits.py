@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import signal
 import socket
 import struct
 import threading
@@ -353,22 +352,6 @@ def test_an_address_may_be_complete(live):
     for path in ("http://evil.example/health", f"http://me@127.0.0.1:{port}/health", "http:///x"):
         found = rest(send(port, request(port, path, connection="close")))
         assert found.startswith(b"HTTP/1.1 403 "), path
-
-
-def test_sigterm_has_a_deadline_and_a_second_signal_ends_at_once(house, monkeypatch):
-    codes = []
-    monkeypatch.setattr(app.os, "_exit", codes.append)
-    monkeypatch.setattr(app, "GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(house.engine, "closing", False)
-    server = app._Server(uvicorn.Config(house.app), house.engine)
-    server.handle_exit(signal.SIGTERM, None)
-    assert server.should_exit
-    assert not codes
-    until(lambda: codes == [143], "SIGTERM has no deadline")
-    server.handle_exit(signal.SIGTERM, None)
-    assert codes == [143, 143]
-    server.handle_exit(signal.SIGINT, None)
-    assert codes == [143, 143, 130]
 
 
 def test_a_long_text_is_refused_before_it_is_tokenized(zoo, monkeypatch):

@@ -9,15 +9,11 @@ import base64
 import hashlib
 import hmac
 import json
-import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import anyio
@@ -51,6 +47,7 @@ from glassformer.serve.fields import BadRequest, parse_json, refused
 from glassformer.serve.http import (
     EVERYWHERE,
     LOOPBACK,
+    EndingServer,
     Guard,
     Refusal,
     TimedConnection,
@@ -126,8 +123,6 @@ def create_app(
 SWITCH_SECONDS = 0.0005
 #: Connections that may be open at once, idle ones too.
 CONNECTIONS = 4_096
-#: Seconds that a server has to end after SIGTERM; those who send it wait for 10 or more.
-GRACE_SECONDS = 8.0
 
 
 def serve_forever(app: Starlette, listening: socket.socket) -> None:
@@ -148,25 +143,11 @@ def serve_forever(app: Starlette, listening: socket.socket) -> None:
         lifespan="off",
         limit_concurrency=CONNECTIONS,
     )
-    _Server(config, app.state.engine).run(sockets=[listening])
+    EndingServer(config, partial(_refuse_more, app.state.engine)).run(sockets=[listening])
 
 
-class _Server(uvicorn.Server):
-    """A server that takes no more requests after the first signal."""
-
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
-        super().__init__(config)
-        self._engine = engine
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._engine.closing:  # nothing is written here that an end could cut
-            os._exit(128 + sig)
-        self._engine.closing = True
-        if sig == signal.SIGTERM:
-            clock = threading.Timer(GRACE_SECONDS, os._exit, [128 + sig])
-            clock.daemon = True
-            clock.start()
-        super().handle_exit(sig, frame)
+def _refuse_more(engine: Engine) -> None:
+    engine.closing = True
 
 
 # --- the guard ------------------------------------------------------------------------------------

@@ -3,19 +3,24 @@
 The explorer and the OpenAI-compatible server listen on this machine unless told otherwise, refuse
 names that are not theirs (a page may rebind a name to a loopback address), and give nobody
 unlimited time: not for a request's head, not for its body. `Guard` is the one place where that is
-decided; each server adds its secret and the shape of its errors.
+decided; each server adds its secret and the shape of its errors. `EndingServer` ends both.
 """
 
 import asyncio
 import errno
 import ipaddress
+import os
+import signal
 import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import anyio
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -25,6 +30,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 #: Seconds in which a request must have begun.
 HEAD_SECONDS = 10.0
+#: Seconds that a server has to end after SIGTERM; those who send it wait for 10 or more.
+GRACE_SECONDS = 8.0
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -476,3 +483,30 @@ class _Begun:
     def close(self) -> None:
         """Close the connection when everything is written."""
         self._transport.close()
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+class EndingServer(uvicorn.Server):
+    """uvicorn's server with an end: the first signal finishes what is running, the second ends.
+
+    After SIGTERM what is running has GRACE_SECONDS. `closing` is called at the first signal.
+    """
+
+    def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._closing = closing
+        self._is_ending = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop what runs, then shut down; end at once at the second signal."""
+        if self._is_ending:  # nothing is written here that an end could cut
+            os._exit(128 + sig)
+        self._is_ending = True
+        if sig == signal.SIGTERM:
+            clock = threading.Timer(GRACE_SECONDS, os._exit, [128 + sig])
+            clock.daemon = True
+            clock.start()
+        self._closing()
+        super().handle_exit(sig, frame)

@@ -8,6 +8,7 @@ a process, which every user of the machine can read.
 import html
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -119,9 +120,9 @@ def serve(
     """Serve the page over `place` until Ctrl-C."""
     import uvicorn
 
-    from glassformer.serve.http import is_loopback, listen, reachable_host
+    from glassformer.serve.http import EndingServer, is_loopback, listen, reachable_host
     from glassformer.web.app.relay import Relay
-    from glassformer.web.app.server import Connection, Server, create_app
+    from glassformer.web.app.server import Connection, create_app
 
     check_host(host, allow_remote=allow_remote)
     device = check_device(device)
@@ -149,9 +150,13 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="glass-") as private:
         if open_browser and has_screen():
             webbrowser.open(_doorway(Path(private), link))
-        running = Server(config, app.state.workspace.closing.set)
+
+        def closing() -> None:
+            app.state.workspace.closing.set()
+            shutil.rmtree(private, ignore_errors=True)  # it holds the token; SIGTERM returns not
+
         try:
-            running.run(sockets=[listening])
+            EndingServer(config, closing).run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn has closed up and passes the signal on
             tell("")
     sys.stdout.flush()

@@ -17,11 +17,9 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import anyio
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -346,16 +344,3 @@ ROUTES: tuple[Route, ...] = (
     *generate.ROUTES,
     *quantize.ROUTES,
 )
-
-
-class Server(uvicorn.Server):
-    """A server that stops running requests before it waits for them to end."""
-
-    def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._closing = closing
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Tell what computes to stop, then shut down."""
-        self._closing()
-        super().handle_exit(sig, frame)
