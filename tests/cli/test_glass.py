@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli.main import GROUPS, OUR_FAULT, VERBS, app, main
+from glassformer.lab.recipes import recipe
+from glassformer.spec.serialize import to_json
 from tests.command import glass
 
 
@@ -119,6 +121,73 @@ def test_lists_typos_and_help_need_no_torch():
     script = WITHOUT_TORCH.format(commands=LIGHT)
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert shown.stdout.splitlines() == list(LIGHT), shown.stdout + shown.stderr
+
+
+TYPOS = (
+    *(
+        "train nosuch",
+        "train nosuch.toml",
+        "train reverse --name a/b",
+        "train ran",
+        "resume nosuch",
+    ),
+    *("train reverse --device nosuch", "train reverse --threads 0", "train reverse --engine nump"),
+    *("train reverse --steps 0", "train reverse train.lr=-1", "train reverse train.schedule=WSD"),
+    *("train reverse train.optimizer=Adam", "train reverse task.lenth=3", "train reverse modl.x=1"),
+    *(
+        "train reverse model.d_model=7",
+        "train reverse model.position=rope",
+        "train reverse model=1",
+    ),
+    *("train reverse model.heads.0.num_classes=3", "train reverse train.optimizer.beta3=1"),
+    *("train fsm task.machine=nosuch", "train fsm task.machine=regex:(a", "train nosuch.py:X"),
+    *("train fsm task.machine=nosuch.json", "train reverse --name ran", "resume ran --steps 0"),
+    *("lr-find nosuch", "lr-find reverse -o x.bad", "lr-find reverse task.lenth=3"),
+    *("doctor nosuch", "doctor reverse -o x.bad", "doctor reverse task.lenth=3"),
+    *("sweep nosuch", "sweep nosuch.toml", "sweep reverse --seeds 0", "sweep reverse train.lr=1,a"),
+    *("sweep reverse train.lrr=1,2", "sweep reverse model.n_layers=1,2", "sweep fsm task.x=1,2"),
+    *("sweep fsm task.machine=nosuch,parity", "sweep reverse --name a/b train.lr=1e-3,1e-2"),
+    *("evaluate ran --split nosuch", "evaluate ran -o x.bad", "evaluate ran --device nosuch"),
+    *(
+        "evaluate ran --suite nosuch",
+        "extract nosuch",
+        "extract ran -o x.bad",
+        "extract ran --by x",
+    ),
+    *("show reverse model.d_model=7", "show nosuch", "embed nosuch x", "serve nosuch"),
+    *("serve ran --host 0.0.0.0 --port 0", "finetune ran nosuch.jsonl", "explore --port 99999"),
+)
+
+
+def test_every_kind_of_typo_is_found_before_torch_is_imported(tmp_path):
+    """In one process, so that the first verb that imports torch is seen in all rows after it."""
+    run = tmp_path / "runs" / "ran"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(to_json(recipe("fsm")))
+    (run / "run.json").write_text(json.dumps({"task": "fsm", "status": "finished", "step": 1}))
+    shown = subprocess.run(
+        [sys.executable, "-c", REFUSED.format(commands=TYPOS)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    lines = shown.stdout.splitlines()
+    wrong = [line for line in lines if not line.endswith(" 2 False")]
+    assert not wrong and len(lines) == len(TYPOS), (wrong, shown.stderr)
+
+
+REFUSED = """
+import os, sys
+from glassformer.cli.main import main
+for words in {commands}:
+    sys.argv = ["glass", *words.split()]
+    sys.stderr = sys.stdout = open(os.devnull, "w")
+    code = 0
+    try: main()
+    except SystemExit as ended: code = ended.code
+    sys.stdout = sys.__stdout__
+    print(words, code, "torch" in sys.modules)
+"""
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_labels_facts_and_descriptions(name):
 def test_bad_splits_and_rows_are_named(name):
     task = TASKS[name]
     for call in (task.batch, task.groups, task.oracle):
-        with pytest.raises(InputError, match="there is no split 'tarin'"):
+        with pytest.raises(InputError, match="no split 'tarin'"):
             call("tarin", np.arange(2))
         with pytest.raises(InputError, match="there is no row -1"):
             call("train", np.array([3, -1]))

@@ -1,11 +1,14 @@
 """Hints name what was meant: another library's word, a field further down, an option misspelled."""
 
+from typing import get_args
+
 import pytest
 
 import glassformer as gf
 from glassformer.lab.recipes import recipe
-from glassformer.spec.errors import OTHER_WORDS, InputError
-from glassformer.spec.train import CosineSchedule, TrainSpec, check_settings
+from glassformer.spec.errors import OTHER_KINDS, OTHER_WORDS, InputError, nearest_kind
+from glassformer.spec.model import Position
+from glassformer.spec.train import CosineSchedule, Optimizer, Schedule, TrainSpec, check_settings
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +87,36 @@ def test_what_may_be_right_is_left_to_the_plan():
         ["train.optimizer=my.py:Lion", "train.schedule.floor=0.1", "model.heads.0.tied=1"]
     )
     check_settings(["train.lr=1e-3", "task.anything=3", "train.steps=5"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("train.schedule=Cosine", "did you mean 'CosineSchedule'?"),
+        ("train.schedule=CosineAnnealingLR", "did you mean 'CosineSchedule'?"),
+        ("train.schedule=cosine_with_warmup", "did you mean 'CosineSchedule'?"),
+        ("train.schedule=noam", "did you mean 'InverseSqrtSchedule'?"),
+        ("train.schedule=Constnt", "did you mean 'ConstantSchedule'?"),
+        ("train.schedule=WSDSchedule", "the nearest is 'ConstantSchedule', which warms up and"),
+        ("train.schedule=warmup_stable_decay", "the nearest is 'ConstantSchedule'"),
+        ("train.schedule=LinearLR", "the nearest is 'CosineSchedule'"),
+        ("train.schedule=BananaSchedule", "known: ConstantSchedule, CosineSchedule"),
+        ("train.optimizer=Adam", "did you mean 'AdamW'?"),
+        ("train.optimizer=adamw_torch_fused", "did you mean 'AdamW'?"),
+        ("train.optimizer=Lion", "or an optimizer of your own: FILE.py:Class"),
+        ("train.optimizer=mun", "did you mean 'Muon'?"),
+        ("model.position=rope", "did you mean 'Rotary'?"),
+        ("model.position=ailbi", "did you mean 'ALiBi'?"),
+    ],
+)
+def test_a_kind_by_another_librarys_name_is_ours(digits, typed, hint):
+    with pytest.raises(InputError, match="unknown kind") as caught:
+        gf.override(digits, typed)
+    assert hint in str(caught.value)
+
+
+def test_every_other_word_for_a_kind_names_one_that_there_is():
+    kinds = {cls.__name__ for union in (Schedule, Optimizer, Position) for cls in get_args(union)}
+    assert {kind for kind, _ in OTHER_KINDS.values()} <= kinds
+    for word, (kind, _) in OTHER_KINDS.items():
+        assert f"'{kind}'" in nearest_kind(word, kinds), word

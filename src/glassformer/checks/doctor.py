@@ -29,6 +29,7 @@ from glassformer.data.task import Task
 from glassformer.kernels.threads import verifying
 from glassformer.lab.recipes import RECIPES, planned_run
 from glassformer.lab.runs.assemble import assemble
+from glassformer.lab.runs.planned import PlannedRun
 from glassformer.spec.errors import CheckFailed, InputError, nearest
 from glassformer.spec.own import is_source
 from glassformer.spec.tasks import is_config
@@ -248,7 +249,7 @@ def doctor(
         return _examined(own, kinds, seconds)
 
 
-def _on_torch(what: "str | RunSpec", overrides: list[str]) -> list[str]:
+def _on_torch(what: "str | RunSpec | PlannedRun", overrides: list[str]) -> list[str]:
     """Return overrides that examine a run of the NumPy engine by its twin in torch."""
     return [text for text in overrides if not text.startswith("engine=")] + ["engine=torch"]
 
@@ -284,10 +285,10 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 # --- what is examined -----------------------------------------------------------------------------
 
 
-def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec":
+def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec | PlannedRun":
     """Return a set-up of others, or what `planned_run` takes."""
     match thing:
-        case RunSpec():
+        case RunSpec() | PlannedRun():
             return thing
         case Path():
             return str(thing)

@@ -37,13 +37,12 @@ from glassformer.lab.runs.artifacts import Sample, engine_stepper
 from glassformer.lab.runs.assemble import (
     Parts,
     Peers,
-    PlannedRun,
     assemble,
-    check_fit,
     check_tokens,
     in_turn,
     read_checkpoint,
 )
+from glassformer.lab.runs.planned import PlannedRun, check_fit
 from glassformer.lab.runs.process import recorded_threads, threads_of_run
 from glassformer.lab.runs.record import check_data, load_run_spec, recorded_hash, spec_hash
 from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved, TrainingRun
@@ -160,7 +159,11 @@ def lr_find(
     threads: int | None = None,
 ) -> RateRange:
     """Measure the loss at rising learning rates, on a model of its own; suggest a rate."""
-    plan = planned_run(what, list(overrides))
+    return rates_of(planned_run(what, list(overrides)), device=device, threads=threads)
+
+
+def rates_of(plan: PlannedRun, *, device: str, threads: int | None) -> RateRange:
+    """Measure the loss at rising learning rates for a run that is planned."""
     parts = assemble(plan, device=device)
     with taking(threads_of_run(plan.spec, parts.task, asked=threads, device=device)):
         return find_rate(parts.engine, parts.task, plan.spec.train)
@@ -179,8 +182,12 @@ def open_run(
     threads: int | None,
     resume: bool,
     peers: Peers | None = None,
+    plan: PlannedRun | None = None,
 ) -> tuple[TrainingRun, int]:
-    """Return a run in its folder, not yet begun, and the number of threads that it takes."""
+    """Return a run in its folder, not yet begun, and the number of threads that it takes.
+
+    `plan`: what these settings mean, where it is known already.
+    """
     if not isinstance(what, str | Path | RunSpec):
         raise InputError(
             f"{type(what).__name__} is neither a task's name, nor a config file, nor a RunSpec",
@@ -192,7 +199,7 @@ def open_run(
     exists = resume and (folder / "config.json").is_file()
     if exists:
         plan = PlannedRun(spec=resumed_spec(folder, what, overrides))
-    else:
+    elif plan is None:
         plan = in_turn(peers, lambda: planned_run(what, overrides, cache=cache_folder(runs)))
     spec = plan.spec
     check_threads(threads, engine=spec.engine)

@@ -27,10 +27,7 @@ import numpy as np
 from glassformer.data.build_task import build_task
 from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
-from glassformer.lab.finetune import check_trains, open_base
-from glassformer.lab.runs.assemble import PlannedRun
-from glassformer.models.model import weights_hash
-from glassformer.nn.position import declared_parameters
+from glassformer.lab.runs.planned import PlannedRun
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.machines import MachineTable, machine_of, read_machine
@@ -198,9 +195,18 @@ def plan_run(name: str, overrides: Iterable[str] = (), *, cache: Path | None = N
 
 
 def planned_run(
-    what: "str | Path | RunSpec", overrides: Iterable[str] = (), *, cache: Path | None = None
+    what: "str | Path | RunSpec | PlannedRun",
+    overrides: Iterable[str] = (),
+    *,
+    cache: Path | None = None,
 ) -> PlannedRun:
-    """Plan a run from a recipe's name, a TOML or JSON file, or a complete spec, with overrides."""
+    """Plan a run from a recipe's name, a TOML or JSON file, or a complete spec, with overrides.
+
+    A run that was planned before keeps what was built for it.
+    """
+    if isinstance(what, PlannedRun):
+        given = list(overrides)
+        return what if not given else replace(what, spec=override_parts(what.spec, given))
     if isinstance(what, RunSpec):
         return PlannedRun(spec=override_parts(what, overrides))
     if is_config(what):
@@ -315,6 +321,8 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
         for text in given
         if text.startswith(f"{path}.options.")
     )
+    from glassformer.nn.position import declared_parameters  # imports torch
+
     own = name_part(OwnPosition, source, options)
     model = made.model
     own = replace(
@@ -448,6 +456,9 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
             f"a fine-tuned model keeps its base's spec, and {fixed[0]} changes it",
             hint="leave it out",
         )
+    from glassformer.lab.finetune import check_trains, open_base  # imports torch
+    from glassformer.models.model import weights_hash
+
     base = open_base(path)
     low_rank = any(text.startswith("tuning.lora.") for text in given)
     check_trains(base.model, LoRA() if low_rank else None, where=path)

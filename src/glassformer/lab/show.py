@@ -190,7 +190,7 @@ def _run_about(folder: Path) -> str:
 
 
 def _show_task(name: str, overrides: list[str]) -> Shown:
-    from glassformer.lab.recipes import planned_run  # imports torch
+    from glassformer.lab.recipes import planned_run
 
     plan = planned_run(name, overrides)
     about = TASK_SUMMARIES.get(name) or f"a task of your own, {name}"

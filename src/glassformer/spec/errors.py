@@ -169,3 +169,62 @@ OTHER_WORDS = {
     "early_stopping_patience": "train.patience",
     "torch_compile": "train.compile",
 }
+
+#: Kinds of parts by other words for them, letters and digits only, without `schedule` or `lr` at
+#: the end; the second is what to know where ours is only the nearest to it.
+OTHER_KINDS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("cos", "cosinewithwarmup", "cosineannealing", "cosinedecay", "warmupcosine"),
+        ("CosineSchedule", ""),
+    ),
+    **dict.fromkeys(("constantwithwarmup", "warmup", "none", "fixed"), ("ConstantSchedule", "")),
+    **dict.fromkeys(
+        ("noam", "invsqrt", "rsqrt", "inversesquareroot", "vaswani"), ("InverseSqrtSchedule", "")
+    ),
+    **dict.fromkeys(
+        ("wsd", "warmupstabledecay", "trapezoid", "trapezoidal"),
+        ("ConstantSchedule", "which warms up and stays, without the decay at the end"),
+    ),
+    **dict.fromkeys(
+        ("linear", "lineardecay", "linearwithwarmup", "polynomial", "poly", "onecycle"),
+        ("CosineSchedule", "which falls to its floor too, as half a cosine"),
+    ),
+    **dict.fromkeys(
+        ("adam", "adamwtorch", "adamwtorchfused", "fusedadamw", "adamwhf", "pagedadamw"),
+        ("AdamW", ""),
+    ),
+    **dict.fromkeys(("adamw8bit", "adamwbnb8bit"), ("AdamW", "which keeps 32 bits")),
+    **dict.fromkeys(("momentum", "sgdm", "nesterov"), ("SGD", "with optimizer.momentum")),
+    **dict.fromkeys(
+        ("lion", "adafactor", "adagrad", "rmsprop", "lamb", "sophia", "shampoo", "soap"),
+        ("AdamW", "or an optimizer of your own: FILE.py:Class"),
+    ),
+    **dict.fromkeys(("rope", "rotaryembedding"), ("Rotary", "")),
+    **dict.fromkeys(("nope", "no", "nopos"), ("NoPosition", "")),
+    **dict.fromkeys(("absolute", "learnedabsolute", "embedding"), ("Learned", "")),
+    **dict.fromkeys(("sin", "sine", "sincos", "fixedsinusoidal"), ("Sinusoidal", "")),
+    **dict.fromkeys(("t5", "relative", "relativepositionbias"), ("RelativeBias", "")),
+}
+
+
+def nearest_kind(name: str, kinds: Iterable[str]) -> str:
+    """Return a hint for a kind of part that is unknown: ours by another word, or the nearest.
+
+    A word that all kinds have in common, such as `Schedule`, makes no two of them alike.
+    """
+    choices = sorted(set(kinds))
+    stems = {_stem(kind): kind for kind in choices}
+    stem = _stem(name)
+    kind, remark = OTHER_KINDS.get(stem, ("", ""))
+    if kind in choices:
+        return f"did you mean '{kind}'?" if not remark else f"the nearest is '{kind}', {remark}"
+    close = difflib.get_close_matches(stem, stems, n=1)
+    return f"did you mean '{stems[close[0]]}'?" if close else f"known: {', '.join(choices)}"
+
+
+def _stem(kind: str) -> str:
+    """Return a kind's name in small letters and digits, without what says only what it is."""
+    word = re.sub(r"[^a-z0-9]", "", kind.lower())
+    for ending in ("scheduler", "schedule", "optimizer", "lr"):
+        word = word.removesuffix(ending) or word
+    return word

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
+from glassformer.spec.errors import OTHER_WORDS, InputError, nearest, nearest_kind
 from glassformer.spec.own import Settings
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ def _read_variant(classes: list[type], value: Any, path: str, problems: list[str
         return _bad(problems, path, f"needs a kind; known: {', '.join(sorted(kinds))}")
     kind = str(value["kind"])
     if kind not in kinds:
-        return _bad(problems, path, f"unknown kind '{kind}'; {nearest(kind, kinds)}")
+        return _bad(problems, path, f"unknown kind '{kind}'; {nearest_kind(kind, kinds)}")
     rest = {key: item for key, item in value.items() if key != "kind"}
     return _read_node(kinds[kind], rest, path, problems)
 

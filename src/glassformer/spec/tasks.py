@@ -3,6 +3,7 @@
 `PrepareSpec` is how a corpus is prepared: `glass prepare`, `gf.prepare` and `task.path` share it.
 """
 
+from pathlib import Path
 from typing import Literal, get_args
 
 from glassformer.spec.checks import at_least, one_of, positive, size, spec
@@ -275,6 +276,9 @@ def is_config(what: object) -> bool:
 
 def check_task_name(name: str) -> None:
     """Refuse what is neither a task, nor a config file, nor a source or part of the user's own."""
+    file, _, _ = name.rpartition(":")
+    if file.endswith(".py") and not Path(file).is_file():
+        raise InputError(f"there is no file {file}", where=name)
     if name in TASK_SUMMARIES or is_config(name) or is_source(name):
         return
     own = installed_parts()

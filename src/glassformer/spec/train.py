@@ -353,6 +353,8 @@ def check_settings(settings: Iterable[str]) -> None:
                 continue
         known = [each.name for each in dataclasses.fields(kind)]
         key = rest.partition(".")[0]
+        if not key:  # `model=...` or `train=...` is for the plan
+            continue
         if key not in known:
             meant = OTHER_WORDS.get(key)
             hint = nearest(key, known) if meant is None else f"did you mean '{meant}'?"

@@ -161,6 +161,19 @@ class RunDirectory:
         if self.held():
             raise self._held_by()
 
+    def check_new(self) -> None:
+        """Raise where the folder holds a run already."""
+        if self.has_run():
+            raise InputError(
+                f"the run {self.folder.name} exists",
+                hint="{--resume|resume=True} goes on with it, {--overwrite|overwrite=True} "
+                "starts anew, {--name|name} gives another",
+            )
+
+    def has_run(self) -> bool:
+        """Return True if a run was begun here."""
+        return (self.folder / "run.json").exists() or bool(self.steps())
+
     def held(self) -> bool:
         """Return True if a live process writes this run; the kernel frees a dead one's lock."""
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC

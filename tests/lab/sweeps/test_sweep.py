@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from glassformer.data.rng import Sampler
+from glassformer.lab.runs import stack
 from glassformer.lab.sweeps import executors
 from glassformer.lab.sweeps.executors import Job, Result, read_result, run_here, train_job
 from glassformer.lab.sweeps.plan import Planner, make_plan, plan_files, read_plan, run_name
@@ -235,12 +236,12 @@ def test_a_large_stack_is_divided_among_workers(tmp_path):
     for workers, sizes in ((1, [64, 6]), (3, [32, 32, 6]), (9, [8] * 8 + [6])):
         stacks = executors.stacks_of(jobs, workers=workers)
         assert sorted(map(len, stacks), reverse=True) == sizes
-        assert sorted(int(job.name) for stack in stacks for job in stack) == [*range(70)]
+        assert sorted(int(job.name) for group in stacks for job in group) == [*range(70)]
     assert [*map(len, executors.stacks_of(jobs[:15], workers=8))] == [15]
 
 
 def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
-    real, sizes = executors.StackedRuns, []
+    real, sizes = stack.StackedRuns, []
 
     def small(specs, folders, **options):
         sizes.append(len(specs))
@@ -248,7 +249,7 @@ def test_a_stack_that_fails_is_tried_in_halves(tmp_path, monkeypatch):
             raise RuntimeError("CUDA out of memory")
         return real(specs, folders, **options)
 
-    monkeypatch.setattr(executors, "StackedRuns", small)
+    monkeypatch.setattr(stack, "StackedRuns", small)
     cell = planned("train.lr=1e-3,1e-2", "train.seed=0").cells[0]
     jobs = [Job(name=str(i), folder=tmp_path / str(i), spec=cell.run(i)) for i in range(4)]
     updates = [*executors.run_stacked(jobs)]

@@ -11,6 +11,7 @@ from glassformer.cli.shell.options import AsJson, Device, Overrides, complete_ta
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import ending_of, in_colour, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.own import is_source
 from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import check_settings
 
@@ -61,16 +62,21 @@ def doctor(
     check_task_name(what)  # before torch is imported
     check_settings(overrides or ())
     one_blas_thread()
-    from glassformer.checks.doctor import doctor as examine
+    from glassformer.lab.recipes import planned_run
 
-    target = target_of(out, ENDINGS)
+    target, given = target_of(out, ENDINGS), list(overrides or [])
+    device = check_device(device)
+    plan = None if is_source(what) else planned_run(what, given)
+    from glassformer.checks.doctor import doctor as examine  # imports torch
+
     found = examine(
-        what,
-        overrides=list(overrides or []),
+        what if plan is None else plan,
+        overrides=given if plan is None else [],
         quick=quick,
         seconds=seconds,
         only=only,
-        device=check_device(device),
+        device=device,
+        name=what if plan is not None else "",
     )
     _show(found, as_json=as_json, target=target)
     if found.failed:

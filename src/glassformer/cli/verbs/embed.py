@@ -42,12 +42,13 @@ def embed(
 
       glass embed path/to/bge-small "a cat" --json
     """
-    from glassformer.adapters.embed import embed as vectors_of
-    from glassformer.adapters.sentence import Pooling
-
     if not texts:
         raise InputError("no text", hint='glass embed MODEL "a cat" "a kitten"')
-    adapter = load_by(find_model(model, runs=Path(runs)), backend, device=check_device(device))
+    path, device = find_model(model, runs=Path(runs)), check_device(device)
+    from glassformer.adapters.embed import embed as vectors_of  # imports torch
+    from glassformer.adapters.sentence import Pooling
+
+    adapter = load_by(path, backend, device=device)
     found = vectors_of(adapter, texts, pooling=cast(Pooling | None, pooling), normalize=not plain)
     if found.shortened:
         tell(f"note: {found.shortened} texts were longer than {found.limit} tokens")

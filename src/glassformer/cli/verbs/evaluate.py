@@ -32,7 +32,10 @@ from glassformer.spec.errors import InputError, nearest
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
     from glassformer.lab.measure.evaluate import Evaluation
+    from glassformer.store.rundir import RunRef
 
+#: Splits that nearly every task has: a task is built to find out about others.
+USUAL_SPLITS = ("train", "val", "test")
 #: Formats of the confusion table.
 ENDINGS = ("png", "svg", "pdf", "csv")
 
@@ -128,12 +131,15 @@ def _evaluate_run(
     as_json: bool,
 ) -> None:
     """Measure a run's checkpoint, print the result, and write it and the requested figure."""
-    from glassformer.lab import api
-    from glassformer.lab.next_steps import after_evaluation
     from glassformer.store.rundir import RunRef
 
     device = check_device(device)
     target = target_of(out, ENDINGS)
+    if split is not None:
+        _check_split(split, RunRef.parse(path))
+    from glassformer.lab import api  # imports torch
+    from glassformer.lab.next_steps import after_evaluation
+
     result = api.evaluate(path, split=split, device=device, threads=threads, write=True)
     print(result.to_json() if as_json else result.text(width=columns()))
     if target is not None:
@@ -141,6 +147,20 @@ def _evaluate_run(
     if not as_json:
         ref = RunRef.parse(path)
         end(f"{ref.folder}/eval/{result.split}.json", after_evaluation(path))
+
+
+def _check_split(split: str, ref: "RunRef") -> None:
+    """Refuse a split that the run's task does not have, where that is known without its base."""
+    from glassformer.data.task import check_split
+    from glassformer.lab.corpus import built
+    from glassformer.lab.runs.record import load_run_spec
+    from glassformer.store.rundir import cache_folder
+
+    spec = load_run_spec(ref.directory)
+    if split in USUAL_SPLITS or spec.tuning is not None:
+        return
+    cache = cache_folder(ref.folder.parent)
+    check_split(split, built(spec.task, cache=cache if cache.is_dir() else None).sizes())
 
 
 def _save_confusion(evaluation: "Evaluation", path: Path, *, title: str) -> None:

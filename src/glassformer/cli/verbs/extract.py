@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from glassformer.cli.shell.options import AsJson, Device, Runs, Threads
+from glassformer.cli.shell.process import check_device
+from glassformer.cli.shell.resolve import find_run
+from glassformer.cli.shell.terminal import columns, printable, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.checks import at_least, one_of
+
+#: Formats of the machine.
+ENDINGS = ("svg", "json", "dot")
 
 
 def extract(
@@ -54,21 +61,17 @@ def extract(
       glass extract mod-3 --by next --json
     """
     one_blas_thread()
-    from glassformer.cli.shell.process import check_device
-    from glassformer.cli.shell.resolve import find_run
-    from glassformer.cli.shell.terminal import columns, printable, target_of, write_file
-    from glassformer.lab.extract import ENDINGS, By
-    from glassformer.lab.extract import extract as extract_from
-    from glassformer.spec.checks import one_of
-
-    target = target_of(out, ENDINGS)
-    check_device(device)
-    chosen: By | None = None
+    path, target = find_run(run, Path(runs)), target_of(out, ENDINGS)
+    device = check_device(device)
+    at_least("--most-states", most_states)
     if by is not None:
-        one_of("by", by, ("class", "next"))
-        chosen = "class" if by == "class" else "next"
+        one_of("--by", by, ("class", "next"))
+    from glassformer.lab.extract import By  # imports torch
+    from glassformer.lab.extract import extract as extract_from
+
+    chosen: By | None = None if by is None else "class" if by == "class" else "next"
     found = extract_from(
-        find_run(run, Path(runs)),
+        path,
         by=chosen,
         most_states=most_states,
         threshold=threshold,

@@ -168,8 +168,6 @@ def _serve(
     """Open the socket, load the models, and serve until a signal."""
     from glassformer.cli.shell.process import check_device, load_by
     from glassformer.kernels.threads import check_threads, threads_of_decoding
-    from glassformer.serve.app import Limits, create_app, serve_forever
-    from glassformer.serve.engine import Engine, Served
     from glassformer.serve.http import is_loopback, listen, reachable_host
 
     _check_key(api_key)
@@ -181,6 +179,9 @@ def _serve(
     device = check_device(device)
     check_threads(threads)
     listening = listen(host, port)
+    from glassformer.serve.app import Limits, create_app, serve_forever  # imports torch
+    from glassformer.serve.engine import Engine, Served
+
     models = []
     for name, path in places.items():
         adapter = load_by(path, backend, device=device)

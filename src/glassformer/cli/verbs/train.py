@@ -4,7 +4,6 @@
 """
 
 import json
-import re
 import signal
 import time
 from pathlib import Path
@@ -45,7 +44,8 @@ from glassformer.cli.shell.terminal import (
     tell,
     write_file,
 )
-from glassformer.kernels.threads import one_blas_thread, taking
+from glassformer.kernels.threads import check_threads, one_blas_thread, taking
+from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
 from glassformer.spec.options import settings_text
 from glassformer.spec.serialize import json_numbers
@@ -53,10 +53,8 @@ from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import TrainSpec, check_settings
 
 if TYPE_CHECKING:
+    from glassformer.lab.runs.planned import PlannedRun
     from glassformer.training.fit import RateRange
-
-#: Machines of many states, which are made once, where the run is planned.
-LARGE = re.compile(r"(mod|brackets|random|partial)-[0-9]{1,3}")
 
 Seed = Annotated[int | None, typer.Option(help="Short for train.seed=N.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
@@ -111,7 +109,6 @@ def train(
     """
     check_task(what, Path(runs))  # before torch is imported
     check_settings(overrides or ())
-    check_machines(overrides or ())
     one_blas_thread()
     if nproc is not None:
         raise typer.Exit(launch(nproc))
@@ -155,6 +152,8 @@ def resume(
       glass resume reverse --steps 5000
     """
     folder = Path(find_run(run, Path(runs)))
+    if steps is not None:
+        at_least("--steps", steps)
     config = folder / "config.json"
     if not config.is_file():
         raise InputError(
@@ -179,22 +178,6 @@ def resume(
     )
     if code:
         raise typer.Exit(code)
-
-
-def check_machines(settings: list[str] | tuple[()]) -> None:
-    """Refuse `task.machine=` of a name, a pattern or a file that cannot be read."""
-    from glassformer.spec.machines import read_machine
-
-    for text in settings:
-        path, _, name = text.partition("=")
-        if path != "task.machine" or name.lstrip().startswith("{"):
-            continue
-        if name.endswith(".json"):
-            read_machine(Path(name))
-        elif not LARGE.fullmatch(name):
-            from glassformer.data.automata.library import machine_named
-
-            machine_named(name)
 
 
 def check_task(what: str, runs: Path) -> None:
@@ -293,7 +276,6 @@ def run_training(
 ) -> int:
     """Train, handle signals, print the result, and return the exit code."""
     from glassformer.lab.recipes import FINETUNE
-    from glassformer.lab.runs.assemble import Peers
 
     device = check_device(device)
     keep_freed_memory()
@@ -308,6 +290,8 @@ def run_training(
         if fsdp:
             raise InputError("--fsdp shards over several processes", hint="--nproc N, or torchrun")
         return _train(what, overrides, resume, overwrite, as_json, options)
+    from glassformer.lab.runs.assemble import Peers
+
     if was_restarted():
         resume, overwrite = True, False
     ranks = join(device)
@@ -316,6 +300,39 @@ def run_training(
         code = _train(what, overrides, resume, overwrite, as_json, options | {"peers": peers})
         ranks.leave()
     return code
+
+
+def _planned(
+    what: str,
+    overrides: list[str],
+    *,
+    name: str | None,
+    runs: Path,
+    threads: int | None,
+    resume: bool,
+    overwrite: bool,
+    **_: object,
+) -> "PlannedRun | None":
+    """Plan a new run, and refuse what cannot be, before torch is imported.
+
+    None for a run that goes on: its plan is its own.
+    """
+    from glassformer.lab.recipes import planned_run, usual_name
+    from glassformer.lab.runs.planned import check_fit
+    from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
+
+    directory = RunDirectory(run_folder(runs, usual_name(what) if name is None else name))
+    directory.check_free()
+    check_threads(threads)
+    if resume and (directory.folder / "config.json").is_file():
+        return None
+    if not (resume or overwrite):
+        directory.check_new()
+    plan = planned_run(what, overrides, cache=cache_folder(runs))
+    check_threads(threads, engine=plan.spec.engine)
+    if plan.task is not None:
+        check_fit(plan.spec.model, plan.task, has_base=plan.base is not None)
+    return plan
 
 
 def _train(
@@ -327,11 +344,14 @@ def _train(
     options: dict[str, Any],
 ) -> int:
     with ending_at_once():
+        plan = None
+        if "peers" not in options:  # of several processes one builds the data for all
+            plan = _planned(what, overrides, resume=resume, overwrite=overwrite, **options)
         from glassformer.lab import api
         from glassformer.lab.next_steps import after_training, before_training, trained_text
         from glassformer.lab.runs.process import stopping
 
-        run, count = api.open_run(what, overrides, resume=resume, **options)
+        run, count = api.open_run(what, overrides, resume=resume, plan=plan, **options)
     reports = run.directory.writes  # one of several processes
     for note in run.notes if reports else ():
         tell(note)
@@ -386,14 +406,16 @@ def lr_find(
     """
     check_task_name(what)  # before torch is imported
     check_settings(overrides or ())
-    check_machines(overrides or ())
     one_blas_thread()
-    from glassformer.lab import api
-    from glassformer.lab.plots.figures import lr_text
+    from glassformer.lab.recipes import planned_run
 
     target, given = target_of(out, ENDINGS), list(overrides or [])
     device = check_device(device)
-    tested = api.lr_find(what, overrides=given, device=device, threads=threads)
+    plan = planned_run(what, given)
+    from glassformer.lab import api  # imports torch
+    from glassformer.lab.plots.figures import lr_text
+
+    tested = api.rates_of(plan, device=device, threads=threads)
     found = _as_json(tested, what, given)
     if target is not None:
         _save(tested, target, title=what)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glassformer.data.batch import Batch
-from glassformer.data.task import Oracle, Task
+from glassformer.data.task import Oracle, Task, check_split
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
@@ -353,8 +353,7 @@ def evaluate(
     """
     sizes = task.sizes()
     split = split or ("test" if "test" in sizes else "val")
-    if split not in sizes:
-        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
+    check_split(split, sizes)
     count = sizes[split] if examples is None else min(examples, sizes[split])
     if count == 0:
         raise InputError(f"the split '{split}' has no examples")

@@ -19,7 +19,7 @@ import numpy as np
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.data.batch import Batch
-from glassformer.data.task import Task
+from glassformer.data.task import Task, check_split
 from glassformer.generation.beam import beam_search
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepping import Stepper
@@ -89,8 +89,7 @@ def decode_split(
     For tasks with a source: the decoder starts from the first token alone.
     """
     sizes = task.sizes()
-    if split not in sizes:
-        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(sizes)}")
+    check_split(split, sizes)
     count = sizes[split] if examples is None else min(examples, sizes[split])
     if count < 1:
         raise InputError(f"{count} examples of '{split}'", hint="ask for at least one")

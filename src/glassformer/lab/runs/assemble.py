@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
@@ -19,6 +18,7 @@ from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import Base, check_trains, open_base
+from glassformer.lab.runs.planned import PlannedRun, check_fit
 from glassformer.models.model import build, weights_of
 from glassformer.nn.linear import apply_lora
 from glassformer.quant.contents import is_model_quantized
@@ -53,18 +53,6 @@ class Parts:
     engine: Engine
     files: Mapping[str, bytes]
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True, slots=True)
-class PlannedRun:
-    """A run's spec, with the task and the base model that had to be built to find it.
-
-    `assemble` takes the base over, since training changes it; a second assembly opens it again.
-    """
-
-    spec: RunSpec
-    task: Task | None = None
-    base: Base | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,45 +165,6 @@ def trainable(model: ModelSpec, tuning: Tuning) -> str:
         f"LoRA of rank {tuning.lora.rank} on {len(factors) // 2} projections of {tuning.base}: "
         f"{size:,} parameters train, {size / whole:.2%} of {whole:,}"
     )
-
-
-def check_fit(model: ModelSpec, task: Task, *, has_base: bool = False) -> None:
-    """Refuse a model that cannot read this task's tokens or has no targets for one of its heads.
-
-    `has_base`: the model is fixed by its base, so the hint is to change the task.
-    """
-    batch = task.batch("train", np.arange(1, dtype=np.int64))
-    tokens = task.tokenizer.vocab_size
-    if tokens > model.vocab_size:
-        raise InputError(
-            f"the task has {tokens} tokens, the model a vocabulary of {model.vocab_size}",
-            hint=f"model.vocab_size={tokens}",
-        )
-    if (batch.source is None) != (model.encoder is None):
-        need = "an encoder-decoder" if batch.source is not None else "a decoder without an encoder"
-        raise InputError(f"the task '{task.name}' needs {need}")
-    for head in model.head_names():
-        if head not in task.heads:
-            raise InputError(
-                f"the task '{task.name}' has no answers for the head '{head}'",
-                hint=f"it has answers for: {', '.join(task.heads)}",
-            )
-        if task.heads[head] > model.head_size(head):
-            fields = {"class": "num_classes", "state": "num_states", "answer": "num_answers"}
-            at = f"heads.{model.head_names().index(head)}"
-            path = f"{at}.{fields[head]}" if head in fields else "vocab_size"
-            raise InputError(
-                f"the task has {task.heads[head]} answers for the head '{head}', the model "
-                f"{model.head_size(head)}",
-                hint=f"model.{path}={task.heads[head]}",
-            )
-    if task.longest() > model.max_seq_len:
-        longer = f"model.max_seq_len={task.longest()}"
-        raise InputError(
-            f"the task has sequences of {task.longest()} tokens, the model a max_seq_len of "
-            f"{model.max_seq_len}",
-            hint=longer if not has_base else f"task.length={model.max_seq_len}",
-        )
 
 
 def check_tokens(task: Task, tokenizer: Tokenizer | None, *, where: str = "") -> None:

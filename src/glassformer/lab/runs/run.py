@@ -32,12 +32,12 @@ from glassformer.lab.runs.artifacts import (
 from glassformer.lab.runs.assemble import (
     Parts,
     Peers,
-    PlannedRun,
     assemble,
     read_checkpoint,
     write_checkpoint,
 )
 from glassformer.lab.runs.curves import Curves, read_curves
+from glassformer.lab.runs.planned import PlannedRun
 from glassformer.lab.runs.record import (
     EVERY,
     Board,
@@ -293,16 +293,11 @@ class TrainingRun:
 
     def prepare(self, *, overwrite: bool = False) -> None:
         """Make a new run directory; refuse one that holds a run, unless it may be overwritten."""
-        folder = self.directory.folder
         if not self.directory.writes:
             return
-        if (folder / "run.json").exists() or self.directory.steps():
-            if not overwrite:
-                raise InputError(
-                    f"the run {folder.name} exists",
-                    hint="{--resume|resume=True} goes on with it, {--overwrite|overwrite=True} "
-                    "starts anew, {--name|name} gives another",
-                )
+        if not overwrite:
+            self.directory.check_new()
+        elif self.directory.has_run():
             self.directory.remove(*FOLDERS, *LOGS[1:], "run.json")
         self._write_config()
         self._record("running")

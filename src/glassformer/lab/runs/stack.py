@@ -18,7 +18,8 @@ from glassformer.generation.stepping import Stepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples
-from glassformer.lab.runs.assemble import Parts, check_fit
+from glassformer.lab.runs.assemble import Parts
+from glassformer.lab.runs.planned import check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
 from glassformer.lens.measure.probes import Probes
 from glassformer.models.model import Model

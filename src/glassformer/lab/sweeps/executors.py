@@ -31,8 +31,6 @@ from typing import IO, Any
 
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
-from glassformer.lab.runs.run import TrainingRun
-from glassformer.lab.runs.stack import Left, StackedRuns, stack_groups
 from glassformer.lab.runs.table import number, read_record
 from glassformer.spec.disk import folder_beside, remove, rename, sync_tree
 from glassformer.spec.errors import DivergedError, FileError, GlassError, InputError, MachineError
@@ -251,6 +249,8 @@ def record_failure(job: Job, why: str) -> Result:
 
 
 def _train(job: Job, *, stop: Stop) -> Iterator[Stepped]:
+    from glassformer.lab.runs.run import TrainingRun  # imports torch, as do stacks
+
     run = TrainingRun(job.spec, job.folder, device=job.device)
     with run.directory.locked():
         if (job.folder / "config.json").is_file():
@@ -486,6 +486,8 @@ def stacks_of(jobs: Sequence[Job], *, workers: int = 1) -> list[list[Job]]:
     a core longer than training it takes a GPU. Runs that have ended are in the groups in which they
     were trained; a group of only such ones is left out.
     """
+    from glassformer.lab.runs.stack import stack_groups
+
     groups = [[jobs[i] for i in group] for group in stack_groups([job.spec for job in jobs])]
     stacks = [
         group[start : start + STACKED]
@@ -544,6 +546,8 @@ def _train_stack(
             if found is not None and is_done(job, found):  # killed before it was told
                 ended[i] = found.step
                 yield found
+    from glassformer.lab.runs.stack import Left, StackedRuns
+
     stack = StackedRuns(
         [job.spec for job in group],
         [job.folder for job in group],

@@ -19,7 +19,7 @@ from glassformer.costs.timing import Rates, step_time
 from glassformer.data.task import Task
 from glassformer.lab.corpus import built
 from glassformer.lab.recipes import FINETUNE, override_parts, planned_run
-from glassformer.lab.runs.assemble import PlannedRun, check_fit
+from glassformer.lab.runs.planned import PlannedRun, check_fit
 from glassformer.spec.errors import GlassError, InputError, nearest
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.options import Option, options_of
