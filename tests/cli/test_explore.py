@@ -88,7 +88,17 @@ def test_a_model_folder_is_shown_without_curves(tmp_path: Path) -> None:
         assert asked(port, token, f"/api/runs/{runs[0]['id']}")["checkpoints"] == []
 
 
-def test_a_second_signal_ends_it_whatever_it_computes(tmp_path: Path) -> None:
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("signals", "codes"),
+    [((INT,), (0,)), ((TERM, INT), (128 + TERM, 128 + INT))],  # two of a kind may become one
+    ids=["ctrl-c", "two signals"],
+)
+def test_it_ends_quietly_whatever_it_computes(
+    signals: tuple[int, ...], codes: tuple[int, ...], tmp_path: Path
+) -> None:
     """A request waits for a server that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(30)
@@ -104,9 +114,8 @@ def test_a_second_signal_ends_it_whatever_it_computes(tmp_path: Path) -> None:
                 client.sendall(head.encode() + body)
                 computing, _ = silent.accept()
                 with computing:
-                    process.send_signal(signal.SIGTERM)
-                    process.send_signal(signal.SIGINT)  # another one: two of a kind may become one
-                    codes = 128 + signal.SIGTERM, 128 + signal.SIGINT
+                    for each in signals:
+                        process.send_signal(each)
                     assert process.wait(timeout=30) in codes
                     assert "Traceback" not in process.stderr.read()
 

@@ -6,6 +6,7 @@ a process, which every user of the machine can read.
 """
 
 import html
+import logging
 import os
 import secrets
 import shutil
@@ -153,6 +154,8 @@ def serve(
 
         def closing() -> None:
             app.state.workspace.closing.set()
+            # what is cut off from now on is no fault of the app that uvicorn would have to print
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             shutil.rmtree(private, ignore_errors=True)  # it holds the token; SIGTERM returns not
 
         try:
