@@ -499,6 +499,17 @@ def test_512_tokens_open_and_one_head_is_fetched_at_a_time(open_page, site, watc
     assert len(maps) == 2
     assert "layer=2&head=4" in maps[1]
     shoot(page, "inspect-long-1320-light")
+    cut = """strip => {
+        const {top, bottom} = strip.getBoundingClientRect();
+        return [...strip.children].map(each => each.getBoundingClientRect())
+            .filter(each => each.top < top && each.bottom > top).length;
+    }"""
+    for position in (511, 250):
+        before = drawn(page)
+        page.evaluate("route => { location.hash = route }", f"#/inspect?run=long&pos={position}")
+        settled(page, after=before)
+        assert page.locator("glass-tokens .token[aria-pressed=true]").inner_text()
+        assert page.locator("glass-tokens").last.evaluate(cut) == 0, "no row of tokens is cut"
 
 
 def test_a_small_map_travels_in_float32_and_a_large_one_in_float16(site):

@@ -80,6 +80,28 @@ def test_a_smoothed_line_lies_on_the_raw_one(open_page: Opener) -> None:
     assert "smooth=1" in page.url
 
 
+def test_training_and_validation_are_in_one_chart(open_page: Opener, site: Site) -> None:
+    series = read_curves(site.runs / "digits")["val.loss"]
+    page = open_page("runs?runs=digits")
+    drawn(page)
+    expect(page.locator("path.line.beside")).to_have_count(0)
+    page.get_by_label("with validation").check()
+    expect(page.locator("path.line.beside")).to_have_count(1)
+    expect(page.locator("circle.ring")).to_have_count(len(series))
+    assert page.locator("path.line.smooth").count() == 1
+    assert "val=1" in page.url
+    page.locator(".chart").focus()
+    page.keyboard.press("End")
+    told = f"validation at step {series.step[-1]}: {short(series.value[-1])}"
+    expect(page.locator(".readout")).to_contain_text(told)
+    page.locator('[data-copy="cli"]').click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert "--series loss --series val.loss" in copied
+    page.get_by_label("y", exact=True).select_option("val.loss")
+    expect(page.get_by_label("with validation")).to_be_hidden()
+    expect(page.locator("path.line.beside")).to_have_count(0)
+
+
 def test_axes_can_be_logarithmic_and_of_three_kinds(open_page: Opener, site: Site) -> None:
     page = open_page("runs?runs=digits")
     drawn(page)
@@ -282,6 +304,7 @@ def test_the_pure_parts(open_page: Opener) -> None:
     found = page.evaluate(
         """async () => {
           const s = await import("/static/js/scale.js");
+          const { four } = await import("/static/js/format.js");
           const x = s.axis([1, 1000], { start: 0, end: 300, log: true, pad: 0 });
           return {
             ticks: s.ticks(0, 1, 5), log: s.logTicks(0.001, 10, 5),
@@ -291,6 +314,7 @@ def test_the_pure_parts(open_page: Opener) -> None:
             nearest: [0, 4, 5, 6, 99].map((v) => s.nearest([1, 4, 6], v)),
             broken: s.path([1, 2, 3], [1, null, 3], { at: (v) => v }, { at: (v) => v }),
             apart: s.apart([10, 10, 11], 5, 0, 100),
+            four: [0.25, 0.00005, 0.00003, 0].map(four),
           };
         }"""
     )
@@ -304,6 +328,7 @@ def test_the_pure_parts(open_page: Opener) -> None:
     assert found["nearest"] == [0, 1, 1, 2, 2]
     assert found["broken"] == "M1.0 1.0M3.0 3.0"
     assert found["apart"] == [10, 15, 20]
+    assert found["four"] == ["0.2500", "0.0001", "3.0e-5", "0"], "only 0 is 0"
 
 
 # --- live -----------------------------------------------------------------------------------------

@@ -93,6 +93,20 @@ def test_curves_are_those_of_python(client: Client, runs: Path) -> None:
         assert drawn["smooth"]["y"] == series.smoothed(4).value.tolist()
     assert found["curves"][0]["checkpoints"] == [4, 8, 12]
     assert "val.loss" in found["names"]
+    assert not any("beside" in drawn for drawn in found["curves"])
+
+
+def test_validation_comes_beside_training(client: Client, runs: Path) -> None:
+    found = client.get("/api/curves?runs=digits-0,quick&series=loss&x=tokens&beside=val&smooth=4")
+    for drawn in found["curves"]:
+        series = read_curves(runs / drawn["run"])["val.loss"]
+        assert drawn["beside"]["x"] == series.x("tokens").tolist()
+        assert drawn["beside"]["y"] == series.value.tolist()
+        assert drawn["beside"]["step"] == series.step.tolist()
+        assert "smooth" not in drawn["beside"], "what was measured, not a mean of it"
+    alone = client.get("/api/curves?runs=digits-0&series=val.loss&beside=val")
+    assert "beside" not in alone["curves"][0], "validation has no validation"
+    assert client.ask("/api/curves?runs=digits-0&beside=test").status == 400
 
 
 def test_what_has_not_grown_is_not_sent_again(growing: Path, open_app: Opener) -> None:

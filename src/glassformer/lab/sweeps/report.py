@@ -318,7 +318,10 @@ def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
                 _line(axis.at(row.low), y, axis.at(row.high), y, stroke=colour, stroke_width=2)
             )
         parts += [
-            _el("circle", cx=f"{axis.at(v):.1f}", cy=y, r="2.6", fill=colour, fill_opacity="0.45")
+            # below the interval, which would cover them
+            _el(
+                "circle", cx=f"{axis.at(v):.1f}", cy=y + 6, r="2.4", fill=colour, fill_opacity="0.8"
+            )
             for v in row.seeds
         ]
         x = axis.at(row.mean)

@@ -144,9 +144,10 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
     """Return one quantity of several runs, thinned for a screen; unchanged runs are left out.
 
     `seen` are the cursors that the page has, in the order of `runs`. With `group=seed`, runs that
-    differ in nothing but their seed are also given as mean and band.
+    differ in nothing but their seed are also given as mean and band. With `beside=val`, each line
+    comes with the same quantity of validation, `val.loss` beside `loss`.
     """
-    query.only("runs", "series", "x", "smooth", "group", "seen", "max")
+    query.only("runs", "series", "x", "smooth", "group", "seen", "max", "beside")
     picked = _picked(query)
     seen = query.texts("seen", most=limits.PICKED_RUNS)
     wanted = query.text("series", default="loss")
@@ -154,6 +155,7 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
     span = query.number("smooth", low=0.0, high=1e6, default=0.0)
     most = query.integer("max", low=4, high=limits.CURVE_POINTS, default=limits.CURVE_POINTS)
     grouped = query.choice("group", ("none", "seed"), default="none") == "seed"
+    beside = query.choice("beside", ("none", "val"), default="none") == "val"
     lines: list[dict[str, Any]] = []
     unchanged: list[str] = []
     names: dict[str, None] = {}
@@ -171,6 +173,8 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
         line["alerts"] = _marks(read.alerts)
         if wanted in read.series:
             line |= drawn(read.series[wanted], axis=axis, most=most, span=span)
+        if beside and f"val.{wanted}" in read.series:
+            line["beside"] = drawn(read.series[f"val.{wanted}"], axis=axis, most=most, span=0.0)
         lines.append(line)
     if names and wanted not in names:
         raise InputError(f"no run here has a curve '{wanted}'", hint=nearest(wanted, names))

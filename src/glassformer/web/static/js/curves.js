@@ -1,5 +1,6 @@
 // <glass-curves>: one quantity of several runs. Lines differ by colour and by dash, the smoothed one lies
-// on the raw one, alerts stand on the curve. Arrows move a cursor, Enter or a click opens the point.
+// on the raw one, validation is a thin line with rings, alerts stand on the curve. Arrows move a cursor,
+// Enter or a click opens the point.
 
 import { el, fill, svg } from "./dom.js";
 import { count, short } from "./format.js";
@@ -48,7 +49,7 @@ customElements.define("glass-curves", class extends HTMLElement {
 
   disconnectedCallback() { this.#seen?.disconnect(); }
 
-  /** {lines: [{run, index, x, y, step, smooth, alerts, checkpoints}], bands, logX, logY, xName, yName,
+  /** {lines: [{run, index, x, y, step, smooth, beside, alerts, checkpoints}], bands, logX, logY, xName, yName,
    *  nothing: what to say where no line has a point} */
   set data(data) {
     const run = this.#at && this.#data.lines[this.#at.line]?.run;
@@ -70,7 +71,8 @@ customElements.define("glass-curves", class extends HTMLElement {
     // A loss that ran away would press the others flat: it leaves the chart, unless it is alone or y is log.
     const steady = lines.filter((line) => !line.diverged && line.y.length);
     const scaled = logY || !steady.length ? lines : steady;
-    const ys = scaled.flatMap((line) => line.y).concat(bands.flatMap((band) => [...band.low, ...band.high]));
+    const ys = scaled.flatMap((line) => [...line.y, ...line.beside?.y ?? []])
+      .concat(bands.flatMap((band) => [...band.low, ...band.high]));
     const x = axis(xs, { start: box.left, end: box.right, log: logX, wanted: wide ? 8 : 4, pad: 0 });
     const y = axis(ys, { start: box.bottom, end: box.top, log: logY, wanted: 6 });
     this.#axes = { x, y, box };
@@ -127,7 +129,7 @@ customElements.define("glass-curves", class extends HTMLElement {
     return made;
   }
 
-  #line({ run, index, x: xs, y: ys, step, smooth, alerts }, x, y, beneath) {
+  #line({ run, index, x: xs, y: ys, step, smooth, beside, alerts }, x, y, beneath) {
     const strong = !smooth && !beneath;
     const props = { class: `line ${colourOf(index)}${strong ? "" : " raw"}`, "data-run": run };
     const made = [svg("path", { ...props, d: path(xs, ys, x, y), "stroke-dasharray": strong ? dashOf(index) : null })];
@@ -135,6 +137,9 @@ customElements.define("glass-curves", class extends HTMLElement {
       made.push(svg("path", { class: `line smooth ${colourOf(index)}`, d: path(smooth.x, smooth.y, x, y),
         "stroke-dasharray": dashOf(index) }));
     }
+    if (beside) made.push(svg("path", { class: `line beside ${colourOf(index)}`, d: path(beside.x, beside.y, x, y) }));
+    beside?.x.forEach((value, i) => Number.isFinite(beside.y[i] ?? NaN) && made.push(svg("circle",
+      { class: `ring ${colourOf(index)}`, cx: x.at(value), cy: y.at(beside.y[i]), r: 2.5 })));
     const dot = { class: `dot ${colourOf(index)}`, cx: x.at(xs[0]), cy: y.at(ys[0]), r: 3 };
     if (xs.length === 1) made.push(svg("circle", dot));
     for (const alert of step.length ? alerts : []) {
@@ -223,8 +228,11 @@ customElements.define("glass-curves", class extends HTMLElement {
     this.cursor.append(svg("line", { x1: px, x2: px, y1: box.top, y2: box.bottom }));
     if (Number.isFinite(py)) this.cursor.append(svg("circle", { class: colourOf(line.index), cx: px, cy: py, r: 4.5 }));
     const near = this.#checkpoint(line, line.step[at.point]);
+    const val = line.beside?.x.length && nearest(line.beside.step, line.step[at.point]);
     fill(this.readout, el("strong", {}, line.run), ` step ${count(line.step[at.point])}: `,
       el("span", { class: "value" }, short(line.y[at.point])),
+      line.beside?.x.length > 0
+        && ` · ○ validation at step ${count(line.beside.step[val])}: ${short(line.beside.y[val])}`,
       el("span", { class: "muted" }, near === null ? " · no checkpoint" : ` · opens checkpoint ${count(near)}`));
   }
 

@@ -22,8 +22,9 @@ export function short(value) {
   return fixed(value, size < 1 ? 3 : size < 100 ? 2 : 0);
 }
 
-/** Three decimals, or two figures where those would be 0.000. */
+/** Three decimals, or two figures where those would be 0.000; for probabilities four. */
 export const three = (value) => (missing(value) || Math.abs(value) >= 5e-4 ? fixed(value) : short(value));
+export const four = (value) => (missing(value) || Math.abs(value) >= 5e-5 ? fixed(value, 4) : short(value));
 /** A loss, a divergence, an entropy. */
 export const nats = (value) => (missing(value) ? NONE : `${three(value)} nats`);
 

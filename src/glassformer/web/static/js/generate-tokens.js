@@ -1,7 +1,7 @@
 // <glass-spoken>: the prompt, then each generated token on a ground of its probability. One tab stop; arrows move.
 
 import { el, fill } from "./dom.js";
-import { fixed } from "./format.js";
+import { four } from "./format.js";
 
 /** Grounds by probability; the number itself is in the label, the hint and the table. */
 const LEVELS = [0.9, 0.5, 0.2, 0.05];
@@ -36,7 +36,7 @@ customElements.define("glass-spoken", class extends HTMLElement {
 
   #add({ word, probability, forced, end }) {
     const index = this.#buttons.length;
-    const told = `${word}, probability ${fixed(probability, 4)}${forced ? ", given" : ""}${end ? ", the end" : ""}`;
+    const told = `${word}, probability ${four(probability)}${forced ? ", given" : ""}${end ? ", the end" : ""}`;
     const button = el("button", { type: "button", class: `p${level(probability)}${forced ? " forced" : ""}`,
       title: told, "aria-label": told, tabindex: -1,
       onclick: () => this.#pick(index), onkeydown: (event) => this.#move(event, index) }, word);

@@ -1,7 +1,7 @@
 // <glass-tree>: the tree of a beam search, grown from left to right; the hypotheses that won are drawn strong.
 
 import { fill, scrolled, svg } from "./dom.js";
-import { fixed } from "./format.js";
+import { four } from "./format.js";
 
 const ACROSS = 74;
 const DOWN = 26;
@@ -51,7 +51,7 @@ customElements.define("glass-tree", class extends HTMLElement {
     };
     const box = ({ word, probability, finish }, node) => svg("g",
       { class: `node ${kind(node)}`, transform: `translate(${x(node)} ${y(node)})` },
-      svg("title", {}, `${word}, probability ${fixed(probability, 4)}${finish ? `, ended by ${finish}` : ""}`),
+      svg("title", {}, `${word}, probability ${four(probability)}${finish ? `, ended by ${finish}` : ""}`),
       svg("rect", { x: -22, y: -10, width: 44, height: 20, rx: 5 }),
       svg("text", { x: 0, y: 4, "text-anchor": "middle" }, brief(word)),
       finish && svg("path", { class: "end", d: "M26 -5v10" }));

@@ -2,7 +2,7 @@
 // The controls are the options that the server lists by mode: name, flag, label, kind, limits and default.
 
 import { alertBox, busy, check, el, field, fill, meter, panel, right, scrolled, select, silent, table } from "./dom.js";
-import { fixed, short } from "./format.js";
+import { fixed, four, short } from "./format.js";
 import { isServed, ModelForm } from "./generate-model.js";
 import "./generate-tokens.js";
 import "./generate-tree.js";
@@ -50,7 +50,7 @@ function choices(caption, answers, { chosen, branch } = {}) {
     head: ["token", { text: "probability", n: true }, silent("bar"), ...(branch ? [silent("branch")] : [])],
     rows: answers.map(({ id, word, probability }) => [
       [el("code", {}, word), id === chosen && el("span", { class: "muted" }, " chosen")],
-      fixed(probability, 4), meter(probability),
+      four(probability), meter(probability),
       ...(branch ? [id !== chosen && el("button", { type: "button", class: "small",
         "aria-label": `Branch from here with ${word}`, onclick: branch(id) }, "branch")] : [])]) });
 }
@@ -266,7 +266,7 @@ class Generate {
       head: [right("position"), "token", right("id"), right("probability"), right("log")],
       rows: this.tokens.map(({ position, word, id, probability, logprob, forced }) =>
         [position, [el("code", {}, word), forced && " (given)"], this.start.served ? "–" : id,
-          fixed(probability, 4), fixed(logprob, 4)]) }));
+          four(probability), fixed(logprob, 4)]) }));
   }
 
   /** Measured where the page runs: with the cache, and on demand without it. */
@@ -310,7 +310,7 @@ class Generate {
     const known = token.alternatives.some(({ id }) => id === token.id);
     const rows = [...token.alternatives, ...(known ? [] : [token])];
     fill(this.beside, el("p", {}, `Position ${token.position}: `, el("code", {}, token.word),
-      ` had probability ${fixed(token.probability, 4)}`, token.forced && ", and was given by the branch", "."),
+      ` had probability ${four(token.probability)}`, token.forced && ", and was given by the branch", "."),
       choices(`The likeliest tokens at position ${token.position}, by the model's own distribution`, rows,
         { chosen: token.id, branch: this.start.served ? null : branch }));
     if (!quietly) this.#spoken();
@@ -321,7 +321,7 @@ class Generate {
     fill(this.what, what);
     this.strip.data = { prompt, tokens: [] };
     const [{ word, probability }] = answers;
-    const told = ` with probability ${fixed(probability, 4)}, in ${short(1000 * seconds)} ms`;
+    const told = ` with probability ${four(probability)}, in ${short(1000 * seconds)} ms`;
     fill(this.said, el("p", { class: "lead" }, "Answer ", el("strong", { id: "answer" }, word),
       el("span", { class: "muted" }, told)));
     fill(this.beside, choices("The likeliest answers", answers));

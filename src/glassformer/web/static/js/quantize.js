@@ -1,7 +1,7 @@
 // Quantize: float32 beside every scheme on one text. Where they part, by how much, and what the bits save.
 
 import { busy, el, field, fill, panel, right, scrolled, select, silent, table } from "./dom.js";
-import { count, fixed, percent, short } from "./format.js";
+import { count, fixed, four, percent, short } from "./format.js";
 import { ModelForm } from "./generate-model.js";
 import { modelPath, quoted } from "./inspect-commands.js";
 import "./quantize-chart.js";
@@ -218,7 +218,7 @@ class Quantize {
     fill(this.answers, scrolled("Likeliest answers", table({
       caption: "The likeliest answers in each precision", props: { id: "answers" },
       head: ["token", ...names.map((name, i) => right(keyed(name, i))), silent("bars")],
-      rows: found.answers[index].map(({ word, p }) => [el("code", {}, word), ...names.map((name) => fixed(p[name], 4)),
+      rows: found.answers[index].map(({ word, p }) => [el("code", {}, word), ...names.map((name) => four(p[name])),
         bars(names.map((name) => p[name]), 1)]) })));
   }
 

@@ -57,7 +57,7 @@ export function parse(params) {
   return {
     picked: params.runs === undefined ? null : params.runs.split(",").filter(Boolean).slice(0, MOST),
     y, x: ["tokens", "time"].includes(params.x) ? params.x : "step",
-    logX: params.logx === "1", logY: params.logy === "1", group: params.group === "seed",
+    logX: params.logx === "1", logY: params.logy === "1", group: params.group === "seed", val: params.val === "1",
     span: span >= 1 && span <= 1e6 ? span : 1,
     sort: COLUMNS.some(({ key }) => key && key === params.sort?.replace(/^-/, "")) ? params.sort : NEWEST,
   };
@@ -149,14 +149,15 @@ class Runs {
 
   async draw() {
     const picked = this.shown().map((run) => run.id);
-    const { y, x, span, group } = this.view;
-    const view = JSON.stringify([picked, y, x, span, group]);
+    const { y, x, span, group, val } = this.view;
+    const view = JSON.stringify([picked, y, x, span, group, val]);
     if (view !== this.drawn) { this.lines.clear(); this.bands = []; this.cursors.clear(); }
     if (!picked.length) { this.paint(); return; }
     const seen = picked.map((id) => this.cursors.get(id) ?? "-");
     const answer = await this.ask(query("/api/curves", {
       runs: picked.join(","), series: y, x, seen: seen.join(","),
       smooth: span > 1 ? span : null, group: group ? "seed" : null,
+      beside: val ? "val" : null,
     }));
     if (!answer || this.gone) return;
     if (view !== this.drawn) this.settings(picked);
@@ -209,26 +210,31 @@ class Runs {
         y: select(names, this.view.y, (value) => this.set({ y: value, smooth: null }), { id: "runs-y" }),
         x: select(["step", "tokens", "time"], this.view.x, (value) => this.set({ x: value }), { id: "runs-x" }),
         smooth, logX: flag("log x", "logx"), logY: flag("log y", "logy"), group: flag("group seeds", "group", "seed"),
+        val: flag("with validation", "val"),
       };
       this.span = el("span", { class: "hint" });
       fill(this.controls, field("y", this.inputs.y), field("x", this.inputs.x),
         el("div", { class: "smooth" }, field("smoothing", smooth), this.span), this.inputs.logX, this.inputs.logY,
-          this.inputs.group);
+          this.inputs.group, this.inputs.val);
       if (held) document.getElementById(held)?.focus();
     }
     const { y, x, smooth } = this.inputs;
     [y.value, x.value, smooth.value] = [this.view.y, this.view.x, Math.round(Math.log2(this.view.span))];
-    for (const name of ["logX", "logY", "group"]) this.inputs[name].querySelector("input").checked = this.view[name];
+    for (const name of ["logX", "logY", "group", "val"]) {
+      this.inputs[name].querySelector("input").checked = this.view[name];
+    }
+    this.inputs.val.hidden = !names.includes(`val.${this.view.y}`);
     this.span.textContent = words(this.view.span);
   }
 
   params() {
-    const { picked, y, x, logX, logY, group, span, sort } = this.view;
+    const { picked, y, x, logX, logY, group, val, span, sort } = this.view;
     const usual = y === "loss" ? 16 : 1;
     return {
       runs: picked?.join(","), y: y === "loss" ? null : y, x: x === "step" ? null : x,
       smooth: span === usual ? null : span,
-      logx: logX ? 1 : null, logy: logY ? 1 : null, group: group ? "seed" : null, sort: sort === NEWEST ? null : sort,
+      logx: logX ? 1 : null, logy: logY ? 1 : null, group: group ? "seed" : null, val: val ? 1 : null,
+      sort: sort === NEWEST ? null : sort,
     };
   }
 
@@ -336,15 +342,16 @@ class Runs {
 
   commands() {
     const picked = this.shown().map((run) => run.id);
-    const { y, x, span, logY } = this.view;
-    const options = [`--series ${y}`, x !== "step" && `--x ${x}`, `--smooth ${span}`, logY ? "--log" : "--linear",
-      this.folder !== "runs" && `--runs ${this.folder}`];
+    const { y, x, span, logY, val } = this.view;
+    const wanted = val ? [y, `val.${y}`] : [y];
+    const options = [...wanted.map((name) => `--series ${name}`), x !== "step" && `--x ${x}`, `--smooth ${span}`,
+      logY ? "--log" : "--linear", this.folder !== "runs" && `--runs ${this.folder}`];
     const smooth = span > 1 ? `.smoothed(${span})` : "";
     return {
       cli: `glass report ${picked.join(" ")} --curves ${options.filter(Boolean).join(" ")}`,
       python: `from pathlib import Path\nfrom glassformer.lab.runs.curves import read_curves\n\n`
-        + picked.map((id) => `read_curves(Path(${JSON.stringify(this.folder)}) / ${JSON.stringify(id)})`
-          + `[${JSON.stringify(y)}]${smooth}`).join("\n"),
+        + picked.flatMap((id) => wanted.map((name) => `read_curves(Path(${JSON.stringify(this.folder)}) / `
+          + `${JSON.stringify(id)})[${JSON.stringify(name)}]${name === y ? smooth : ""}`)).join("\n"),
     };
   }
 

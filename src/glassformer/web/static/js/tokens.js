@@ -32,7 +32,7 @@ customElements.define("glass-tokens", class extends HTMLElement {
     if (!chosen) return;
     if (this.contains(document.activeElement)) chosen.focus({ preventScroll: true });
     const away = chosen.offsetTop - this.offsetTop; // scroll the strip, never the page
-    if (away < this.scrollTop || away > this.scrollTop + this.clientHeight - 30) this.scrollTop = away - 60;
+    if (away < this.scrollTop || away > this.scrollTop + this.clientHeight - 29) this.scrollTop = away - 61; // two rows
   }
 
   /** Tokens that another view points at. */
