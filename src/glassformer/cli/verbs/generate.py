@@ -116,8 +116,6 @@ def generate(
                 raise InputError(
                     f"{flag} does not go with --chat", hint="glass generate MODEL PROMPT"
                 )
-        from glassformer.cli.verbs.generate import talk
-
         talk(
             path,
             prompt,
