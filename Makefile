@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.installed
 STAMP := $(VENV)/.installed-test
 
-.PHONY: demo test sanitize lint docs figures findings hashes tokenizers chromium clean
+.PHONY: demo quick test sanitize lint docs figures findings hashes tokenizers chromium clean
 
 demo: $(CORE)
 	$(BIN)/glass demo
@@ -18,6 +18,12 @@ demo: $(CORE)
 test: $(STAMP) tokenizers $(if $(filter install,$(CHROMIUM)),chromium)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; \
 	status=$$?; $(FIND_CHROMIUM) || echo "$(NO_CHROMIUM)" >&2; exit $$status
+
+# What fails cheaply, under a minute and a half: format, lint, types, the contracts of the tree, specs.
+QUICK := $(addprefix tests/contracts/test_,architecture.py files_touched.py house.py options.py \
+  requirements.py variants.py) tests/spec
+quick: lint
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -k 'not drawn and not family' $(QUICK)
 
 # The C kernels and the native step under AddressSanitizer and UBSan, with every check of them.
 sanitize: $(STAMP)

@@ -7,8 +7,9 @@ float32 is apart, tensor by tensor: its own rounding, without any kernel.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from glassformer.checks.measure import Measure, NotOffered
 from glassformer.checks.rows.own_models import shortened, size_with
 from glassformer.checks.subject import Subject
 from glassformer.data.batch import Batch, Source
-from glassformer.models.model import Model
+from glassformer.models.model import Model, build, load_weights
 from glassformer.nn.ffn import BalanceLosses
 from glassformer.spec.execution import KERNEL_PIECE
 from glassformer.spec.manifest import stored
@@ -38,15 +39,21 @@ STEPS = 3
 RATE, CLIP, SMOOTHING = 3e-3, 0.7, 0.1
 #: The least share of a step by which an update may be off: rounding of a float32 weight.
 UPDATE = 1e-3
+#: Numbers at either end of a parameter whose updates are followed: more than a piece of the kernel.
+FOLLOWED = 20_000
 #: Tokens of the longest sequence, where the model has room for them: longer than a kernel's tile.
 LONGEST = 70
+#: Tokens of a vocabulary at most: all of them would take gigabytes in float64.
+MOST_TOKENS = 8192
+#: Logits of a step at most, about, and the tokens that are left of a sequence even so.
+LOGITS, SHORTEST = 1 << 24, 10
 #: Full rows at most, so that many classes reach the loss's kernel, and few take no time.
 MOST_ROWS = 24
 
 
 def step_is_plain(subject: Subject) -> Measure:
     """Loss and gradients of padded, packed and full batches together, and three updates."""
-    own = shortened(subject.ours())
+    own = with_fewer_tokens(shortened(subject.ours()))
     spec = own.spec
     if subject.quantized is not None:
         raise NotOffered("quantized weights are not trained")
@@ -55,10 +62,11 @@ def step_is_plain(subject: Subject) -> Measure:
     train = TrainSpec(
         lr=RATE, clip=CLIP, label_smoothing=SMOOTHING, optimizer=AdamW(weight_decay=0.1)
     )
-    engine = TorchEngine(_copy(own, torch.float32), train)
     batches = step_batches(spec, seed=101)
+    # One copy of the model at a time: a table of many tokens takes gigabytes.
     wide = _plain(_copy(own, torch.float64), batches, train)
     narrow = _plain(_copy(own, torch.float32), batches, train)
+    engine = TorchEngine(_copy(own, torch.float32), train)
     counts = totals(batches, spec)
     shares = balance_shares(batches, spec) if engine.routed else []
     sums = engine.gradients(batches, counts, shares=shares, seed=0)
@@ -70,6 +78,26 @@ def step_is_plain(subject: Subject) -> Measure:
     worst = max(worst, _updates(engine, batches, train))
     size = f"{size_with(subject, own)}, {len(wide.gradients)} tensors, {STEPS} updates"
     return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+def with_fewer_tokens(model: Model) -> Model:
+    """Return a model of a large vocabulary with its first tokens alone: the same code runs."""
+    spec = model.spec
+    source = spec.source_vocab_size
+    cut = replace(
+        spec,
+        vocab_size=min(spec.vocab_size, MOST_TOKENS),
+        source_vocab_size=None if source is None else min(source, MOST_TOKENS),
+    )
+    if cut == spec:
+        return model
+    made, own = build(cut), dict(model.named_parameters())
+    arrays = {
+        name: own[name].detach()[tuple(slice(size) for size in rule.shape)].float().numpy()
+        for name, rule in stored(cut).items()
+    }
+    load_weights(made, arrays)
+    return made
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,8 +124,8 @@ def step_batches(spec: ModelSpec, *, seed: int) -> list[Batch]:
 
     Of full rows there are as many as it takes for the loss's kernel to be used, if they are few.
     """
-    length = min(LONGEST, spec.max_seq_len)
     classes = max(spec.head_size(name) for name in spec.head_names())
+    length = min(LONGEST, spec.max_seq_len, max(SHORTEST, LOGITS // (6 * classes)))
     rows = -(-KERNEL_PIECE // (classes * length))
     uneven = (length, max(1, length - 3), max(1, length // 3))
     packed = spec.encoder is None and all(head.readout is None for head in spec.heads)
@@ -105,7 +133,7 @@ def step_batches(spec: ModelSpec, *, seed: int) -> list[Batch]:
     return [
         _batch(spec, rng, uneven),
         _batch(spec, rng, (length, length), packed=packed),
-        _batch(spec, rng, (length,) * (rows if rows <= MOST_ROWS else 2)),
+        _batch(spec, rng, (length,) * (max(2, rows) if rows <= MOST_ROWS else 2)),
     ]
 
 
@@ -189,20 +217,22 @@ def _compared(
 
 
 def _updates(engine: TorchEngine, batches: Sequence[Batch], train: TrainSpec) -> _Gap:
-    """Return how far some steps take weights from the update's formula on the same gradients."""
+    """Return how far some steps take weights from the update's formula on the same gradients.
+
+    Both ends of each parameter are followed: the formula is of each number alone.
+    """
     optimizer, rules = train.optimizer, stored(engine.spec)
     assert isinstance(optimizer, AdamW)
     own = dict(engine.model.named_parameters())
-    weights = {name: p.detach().double() for name, p in own.items()}
+    weights = {name: _ends(p.detach()) for name, p in own.items()}
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
     second = {name: torch.zeros_like(w) for name, w in weights.items()}
     for step in range(1, STEPS + 1):
         engine.step(batches, lr=RATE, seed=0)
-        slopes = {name: p.grad.double() for name, p in own.items() if p.grad is not None}
-        norm = torch.stack([slope.square().sum() for slope in slopes.values()]).sum().sqrt()
-        clip = min(1.0, CLIP / float(norm))
-        for name, slope in slopes.items():
-            slope = slope * clip
+        slopes = {name: p.grad for name, p in own.items() if p.grad is not None}
+        norm = math.sqrt(sum(float(slope.double().square().sum()) for slope in slopes.values()))
+        for name, gradient in slopes.items():
+            slope = _ends(gradient) * min(1.0, CLIP / norm)
             first[name] = optimizer.beta1 * first[name] + (1 - optimizer.beta1) * slope
             second[name] = optimizer.beta2 * second[name] + (1 - optimizer.beta2) * slope**2
             mean = first[name] / (1 - optimizer.beta1**step)
@@ -212,7 +242,15 @@ def _updates(engine: TorchEngine, batches: Sequence[Batch], train: TrainSpec) ->
     worst = _Gap()
     for name, parameter in own.items():
         scale = max(1.0, float(weights[name].abs().max()))
-        apart = float((parameter.detach().double() - weights[name]).abs().max()) / scale
+        apart = float((_ends(parameter.detach()) - weights[name]).abs().max()) / scale
         allowed = UPDATE * RATE * STEPS
         worst = max(worst, _Gap(apart / allowed, apart, allowed, f"update of {name}"))
     return worst
+
+
+def _ends(x: Tensor) -> Tensor:
+    """Return the first and the last numbers of a tensor in float64, all of a small one."""
+    flat = x.reshape(-1)
+    if len(flat) <= 2 * FOLLOWED:
+        return flat.double()
+    return torch.cat((flat[:FOLLOWED], flat[-FOLLOWED:])).double()
