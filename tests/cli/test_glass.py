@@ -273,3 +273,9 @@ def test_a_model_comes_back_in_its_precision(tmp_path, dtype):
     for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.equal(theirs)
+
+
+def test_an_argument_typed_as_an_option_is_told_its_place():
+    refused = glass("generate", "demo", "--prompt", "x")
+    assert refused.returncode == 2
+    assert "hint: no dashes: glass generate MODEL PROMPT" in refused.stderr

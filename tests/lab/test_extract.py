@@ -178,6 +178,22 @@ def test_the_command_prints_and_writes_it(run, tmp_path):
     assert "not end in .svg, .json or .dot" in str(wrong.exception)
 
 
+def test_the_machine_that_was_extracted_is_trained_on_as_the_command_says(run, tmp_path):
+    file, runs = tmp_path / "m.json", str(tmp_path / "runs")
+    shown = CliRunner().invoke(app, ["extract", str(run), "-o", str(file)])
+    command = f"glass train fsm task.machine={file}"
+    assert command in shown.stderr
+    few = ["--steps", "2", "task.examples=50", "task.longer=0", "--runs", runs]
+    trained = CliRunner().invoke(app, [*command.split()[1:], *few])
+    assert trained.exit_code == 0, trained.output
+    machine = gf.load_config(tmp_path / "runs" / "fsm").task.machine
+    assert machine == gf.load_machine(file) and machine.probabilities
+    file.write_text(file.read_text().replace('"transitions"', '"transition"'))
+    refused = CliRunner().invoke(app, [*command.split()[1:], *few, "--name", "again"])
+    assert "transition" in str(refused.exception)
+    assert not (tmp_path / "runs" / "again").exists()
+
+
 def test_a_notebook_shows_the_drawing(run):
     bundle = gf.extract(run)._repr_mimebundle_()
     assert bundle["text/html"].count("<svg") == 1

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +10,9 @@ from typer.testing import CliRunner
 import glassformer as gf
 from glassformer.cli.main import app
 from glassformer.lab.recipes import FINETUNE, RECIPES, recipe
+from glassformer.lab.show import training_lines
 from glassformer.spec.errors import InputError
+from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.serialize import from_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
@@ -89,3 +92,10 @@ def test_a_program_is_one_way_to_show_a_model(other: list[str]) -> None:
     done = glass("show", "qwen", "--program", *other)
     assert done.returncode == 2
     assert f"--program and {other[0]}" in done.stderr
+
+
+def test_an_optimizer_of_ones_own_goes_by_its_class():
+    own = OwnOptimizer(source="my_lion.py:Lion", sha256="0" * 64)
+    run = recipe("reverse")
+    run = replace(run, train=replace(run.train, optimizer=own))
+    assert "examples, Lion, learning rate" in training_lines(run)[0]

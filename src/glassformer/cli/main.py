@@ -216,7 +216,9 @@ def explained(error: Any) -> InputError:
     if (option := getattr(error, "option_name", None)) and "No such option" in what:
         what, verb = f"{path} has no option {option}", path.rpartition(" ")[2]
         known = [name for param in context.command.params for name in param.opts]
-        hint = _option_hint(option, verb, known) or hint
+        hint = _argument_hint(context.command, path, option) or (
+            _option_hint(option, verb, known) or hint
+        )
     elif what.startswith("No such command"):
         name = what.split("'")[1] if "'" in what else ""
         what, hint = f"there is no command '{name}'", nearest(name, VERBS)
@@ -228,6 +230,16 @@ def explained(error: Any) -> InputError:
     else:
         what = what.replace("Invalid value for ", "").replace("Invalid value: ", "").rstrip(".")
     return InputError(what, hint=hint)
+
+
+def _argument_hint(command: Any, path: str, option: str) -> str:
+    """Return where a word belongs that was typed as an option and is an argument (`--prompt`)."""
+    words = [param for param in command.params if param.param_type_name == "argument"]
+    for param in words:
+        if option.lstrip("-").partition("=")[0].replace("-", "_") == param.name:
+            shown = " ".join(each.metavar or each.name.upper() for each in words)
+            return f"no dashes: {path} {shown}"
+    return ""
 
 
 def _option_hint(option: str, verb: str, known: list[str]) -> str:

@@ -289,6 +289,14 @@ class Extraction:
         """Return the machine with its probabilities, to train on: the `machine` of a task."""
         return machine_of(self.to_dict(), name="extracted")
 
+    def can_be_trained_on(self) -> bool:
+        """Return True if strings of this machine can be sampled: some of them end."""
+        try:
+            self.table()
+        except InputError:
+            return False
+        return True
+
     def encoded(self, ending: str) -> bytes:
         """Return the bytes of a file with that ending: svg, json or dot."""
         match ending:

@@ -37,7 +37,7 @@ from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.program import listing, program
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
-from glassformer.spec.train import RunSpec, lora_manifest
+from glassformer.spec.train import RunSpec, lora_manifest, optimizer_name
 from glassformer.store.rundir import RunRef
 
 #: Suites that `glass evaluate --suite NAME` knows, in a line each.
@@ -302,7 +302,7 @@ def training_lines(run: RunSpec) -> list[str]:
     precision = "" if train.precision == "float32" else f", {train.precision}"
     lines.append(
         f"training: {_count(train.steps, 'step')} of {train.batch_size}{batches} examples, "
-        f"{type(train.optimizer).__name__}, learning rate {train.lr:g}, seed {train.seed}"
+        f"{optimizer_name(train.optimizer)}, learning rate {train.lr:g}, seed {train.seed}"
         f"{precision}"
     )
     if run.tuning is not None:

@@ -231,6 +231,13 @@ class Muon:
 Optimizer = SGD | AdamW | Muon | OwnOptimizer
 
 
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return `AdamW`, or the class of an optimizer of the user's own."""
+    if isinstance(optimizer, OwnOptimizer):
+        return optimizer.class_name
+    return type(optimizer).__name__
+
+
 @spec
 class HeadWeight:
     """The weight of one head's loss in the total."""

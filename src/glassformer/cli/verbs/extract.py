@@ -9,7 +9,7 @@ import typer
 from glassformer.cli.shell.options import AsJson, Device, Runs, Threads
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
-from glassformer.cli.shell.terminal import columns, printable, target_of, write_file
+from glassformer.cli.shell.terminal import columns, end, ending_of, printable, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.checks import at_least, one_of
 
@@ -84,4 +84,7 @@ def extract(
     else:
         typer.echo(printable(found.text(width=columns())))
     if target is not None:
-        write_file(target, found.encoded(target.suffix.lower().removeprefix(".")))
+        kind = ending_of(target, ENDINGS)
+        write_file(target, found.encoded(kind))
+        if kind == "json" and not as_json and found.can_be_trained_on():
+            end("", [(f"glass train fsm task.machine={target}", "train a model on this machine")])
