@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from glassformer.lab.runs import stack
 from glassformer.lab.sweeps import executors
 from glassformer.lab.sweeps.executors import Job, Result, read_result, run_here, train_job
 from glassformer.lab.sweeps.plan import Planner, make_plan, plan_files, read_plan, run_name
+from glassformer.lab.sweeps.ranking import rank
+from glassformer.lab.sweeps.report import ranking_text
 from glassformer.lab.sweeps.sweep import Sweep, executor, stopped_at, survivors, sweep, sweep_spec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.serialize import from_dict, to_dict
@@ -111,6 +114,20 @@ def test_rungs_must_be_evaluations_before_the_end():
         planned("train.lr=1e-3,1e-2", rungs=(3,))
     with pytest.raises(InputError, match="not before the last step"):
         planned("train.lr=1e-3,1e-2", rungs=(6,))
+
+
+def test_the_ranking_says_which_wishes_were_met_only_nearly():
+    design = {"params": "300k", "glu_expansion": [2, 4]}
+    spec = sweep_spec("fsm", overrides=["task.examples=50", "task.longer=0"], design=design)
+    plan = make_plan(spec, Planner(spec))
+    values = np.array([[1.0, 1.1, 1.2], [2.0, 2.1, 2.2]])
+    text = ranking_text(plan, rank([cell.name for cell in plan.cells], values), {}, width=150)
+    assert "glu_expansion=4 ~  " in text
+    (said,) = [line for line in text.splitlines() if line.startswith("~ glu_expansion=4: ")]
+    design = plan.cells[1].spec.model.decoder.layers[0].block.ffn.d_ff
+    assert "requested 4, got 3.8" in said and f"d_ff {design} instead of 320" in said
+    exact = replace(plan, cells=[replace(cell, notes=cell.notes[:1]) for cell in plan.cells])
+    assert "~" not in ranking_text(exact, rank(["a", "b"], values), {}, width=150)
 
 
 def test_designs_meet_their_budget_and_say_what_gave_way():

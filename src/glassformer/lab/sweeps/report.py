@@ -13,6 +13,7 @@ from typing import assert_never
 
 from glassformer.budget.question import Budget
 from glassformer.lab.sweeps.executors import Result
+from glassformer.lab.sweeps.plan import Cell as Planned
 from glassformer.lab.sweeps.plan import Plan, run_name
 from glassformer.lab.sweeps.ranking import Comparison, Ranked, Ranking
 from glassformer.lens.show import palette
@@ -98,7 +99,7 @@ def _table_lines(plan: Plan, ranking: Ranking, width: int) -> Iterator[str]:
         lines.append(
             [
                 str(row.rank),
-                row.name,
+                f"{row.name} ~" if _missed(plan.cells[row.cell]) else row.name,
                 score_text(row.mean, metric),
                 margin_text(row, metric),
                 gap_text(row.best, metric),
@@ -137,6 +138,15 @@ def _table_lines(plan: Plan, ranking: Ranking, width: int) -> Iterator[str]:
         yield line(words)
     if len(ranking.rows) > LISTED:
         yield f"and {len(ranking.rows) - LISTED} more: table.csv has all"
+    for row in ranking.rows[:LISTED]:
+        for missed in _missed(plan.cells[row.cell]):
+            yield from textwrap.wrap(f"~ {row.name}: {missed}", width, subsequent_indent="  ")
+
+
+def _missed(cell: Planned) -> list[str]:
+    """Return what was requested of a cell's budget and could not be had exactly."""
+    lines = [note.removeprefix("gave way: ") for note in cell.notes if note.startswith("gave way")]
+    return [line for line in lines if ": requested " in line]
 
 
 def _effects(ranking: Ranking) -> Iterator[str]:
