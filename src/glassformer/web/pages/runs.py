@@ -169,7 +169,7 @@ def curves(query: Query, workspace: Workspace) -> dict[str, Any]:
         if index < len(seen) and seen[index] == cursor:
             unchanged.append(run)
             continue
-        line = {"run": run, "cursor": cursor, "checkpoints": directory.steps()}
+        line: dict[str, Any] = {"run": run, "cursor": cursor, "checkpoints": directory.steps()}
         line["alerts"] = _marks(read.alerts)
         if wanted in read.series:
             line |= drawn(read.series[wanted], axis=axis, most=most, span=span)
