@@ -18,7 +18,7 @@ from glassformer.adapters.load import load_model
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Bytes
-from glassformer.lab import recipes as finetuning
+from glassformer.lab import finetune as finetuning
 from glassformer.lab.api import evaluate
 from glassformer.lab.finetune import Base
 from glassformer.lab.measure import evaluate as module

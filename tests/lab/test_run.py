@@ -21,7 +21,7 @@ from glassformer.lab import corpus, recipes
 from glassformer.lab.api import evaluate, result_of, train
 from glassformer.lab.recipes import read_config
 from glassformer.lab.runs import assemble as assembling
-from glassformer.lab.runs.assemble import check_fit
+from glassformer.lab.runs.planned import check_fit
 from glassformer.lab.runs.record import load_run_spec, metrics_line
 from glassformer.lab.runs.run import SPIKE, WINDOW, Alert, Evaluated, Saved, TrainingRun
 from glassformer.lab.runs.table import runs
