@@ -379,18 +379,77 @@ def real_faults(model: nn.Module) -> Iterator[tuple[str, int, str, Callable[[nn.
         yield "another activation", layer, "ffn", _activation(layer)
         yield "attention output doubled", layer, "attn.o_proj", hooked(
             part(layer, OUT), lambda x: 2 * x)  # fmt: skip
+        yield "mask off by one", layer, "attn", _mask(attention(layer))
     yield "keys times 1.001", middle, "attn.k_proj", weights(middle, K, lambda w: 1.001 * w)
     yield "values of the next row", late, "attn.v_proj", weights(late, V, lambda w: w.roll(1, 0))
     yield "weights of the layer before", middle, "ffn.up_proj", lambda m: part(middle, "up_proj")(
         m).weight.data.copy_(part(middle - 1, "up_proj")(m).weight)  # fmt: skip
-    yield (
-        "one row of the table",
-        -1,
-        "embed",
-        lambda m: m.get_input_embeddings().weight.data.mul_(1.01),
-    )  # type: ignore[operator]
+    swapped = (Q, K) if bert else (K, V)
+    yield " and ".join(swapped) + " swapped", middle, "attn", lambda m: _swap(
+        *(part(middle, name)(m) for name in swapped))  # fmt: skip
+    yield "a residual left out", middle, "", _no_residual(middle, bert=bert)
+    yield "table times 1.01", -1, "embed", lambda m: _times(m.get_input_embeddings(), 1.01)  # type: ignore[operator]
     for layer in (early, middle):
-        yield "epsilon 1e-2", layer, "norm", _epsilon(layer)
+        yield "epsilon 1e-2", layer, "attn_norm", _epsilon(layer)
+    if bert:
+        yield "bias left out", middle, "attn.q_proj", lambda m: setattr(
+            part(middle, Q)(m), "bias", None)  # fmt: skip
+        return
+    yield "rotary base", 0, "attn", _rotary_base
+    yield "last norm times 1.01", -1, "final_norm", lambda m: _times(m.model.norm, 1.01)
+    yield "a head of its own", -1, "logits", _untied
+    if "gemma" in type(model).__name__.lower():
+        yield "logits capped", -1, "logits", lambda m: setattr(
+            m.config, "final_logit_softcapping", 30.0)  # fmt: skip
+
+
+def _times(part: Any, factor: float) -> None:
+    part.weight.data.mul_(factor)
+
+
+def _swap(one: Any, other: Any) -> None:
+    one.weight, other.weight = other.weight, one.weight
+    one.bias, other.bias = other.bias, one.bias
+
+
+def _untied(m: Any) -> None:
+    m.lm_head.weight = nn.Parameter(1.01 * m.lm_head.weight.data)
+
+
+def _rotary_base(m: nn.Module) -> None:
+    """Raise the base, such that the slowest frequency is a tenth slower or more."""
+    for name, buffer in m.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.pow_(1.1)
+
+
+def _mask(where: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
+    """One position ahead is seen; of an encoder, the last one is hidden."""
+
+    def moved(part: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        T = kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1]
+        order = torch.arange(T)[:, None] - torch.arange(T)
+        causal = getattr(part, "is_causal", False)
+        allow = order >= -1 if causal else (torch.arange(T) < T - 1).expand(T, T)
+        mask = torch.zeros(1, 1, T, T).masked_fill(~allow, torch.finfo(torch.float32).min)
+        if len(args) > 1:
+            return (args[0], mask, *args[2:]), kwargs
+        return args, {**kwargs, "attention_mask": mask}
+
+    return lambda m: where(m).register_forward_pre_hook(moved, with_kwargs=True)
+
+
+def _no_residual(layer: int, *, bert: bool) -> Callable[[nn.Module], None]:
+    def plant(m: nn.Module) -> None:
+        block: Any = _layers(m)[layer]
+        if bert:  # dense(first) + second, then the norm
+            block.output.register_forward_pre_hook(lambda _, a: (a[0], torch.zeros_like(a[1])))
+        else:
+            block.register_forward_hook(
+                lambda _, a, r: (r[0] - a[0], *r[1:]) if isinstance(r, tuple) else r - a[0]
+            )
+
+    return plant
 
 
 def _activation(layer: int) -> Callable[[nn.Module], None]:
@@ -431,12 +490,11 @@ def real(folder: str) -> Iterator[Row]:
         with torch.no_grad():
             plant(twin)
         found, count = diff(ours, twin, backward=False), count + 1
-        block = f"blocks.{layer}." if layer >= 0 else ""
-        wanted = block + place
-        told = found.module if not found.same else "no difference"
-        good = told.startswith(wanted) or (
-            place == "norm" and told.startswith(block) and "norm" in told
+        wanted = ".".join(
+            [*([f"blocks.{layer}"] if layer >= 0 else []), *([place] if place else [])]
         )
+        told = found.module if not found.same else "no difference"
+        good = told == wanted or (bool(place) and told.startswith(f"{wanted}."))
         right += good
         if not good:
             yield said("diff", f"{path.name}, {what}, {wanted}", f"{told}, {found.times:.3g} times")

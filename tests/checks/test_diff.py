@@ -301,3 +301,14 @@ def test_mistakes_of_a_port_whose_queries_are_normed(wrong, cause):
 
 def test_the_same_port_is_the_same():
     assert gf.diff(Port(), Port()).same
+
+
+def test_other_logits_of_equal_states_are_a_difference():
+    # Where the head is tied, no module of its own computes the logits, and none reads them.
+    original = gf.build(gf.preset("modern-lm", d_model=32, d_ff=48, n_layers=1, n_heads=4,
+        n_kv_heads=2, vocab_size=61, tied=True), seed=1)  # fmt: skip
+    port = copy.deepcopy(original)
+    port.model.register_forward_hook(lambda _, a, r: {name: 1.05 * x for name, x in r.items()})
+    found = gf.diff(original, port)
+    assert not found.same
+    assert found.first == "logits"

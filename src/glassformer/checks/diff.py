@@ -295,12 +295,16 @@ def _does_no_harm(run: Run, at: int) -> bool:
     One side's module may compute what the other side computes between its modules: a sum, say.
     """
     partners, ours = run.followed.partners, weighted(run.left)
+    if ours[at].name == "logits":
+        return False  # nothing reads them: they are the result
     reading = run.readers(at)
     if not reading:
         return True
     first = reading[0]
     if ours[first].name == "logits":
-        return first in partners
+        theirs = partners.get(first, ())
+        excess = [run.rounding.excess(first, ours[first].output, x.output) for x in theirs]
+        return max(excess, default=math.inf) <= CLEAR
     return first in partners and run.entering(first, ours[first], partners[first][0]) <= CLEAR
 
 

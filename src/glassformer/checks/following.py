@@ -345,10 +345,10 @@ def follow(
 
     calls = trace(module, subject, tokens, change=go_on)
     if calls and calls[-1].name == "logits":
-        go_on(calls[-1])
-        end = len(ours) - 1  # beside a head that is a module on one side only
-        if end not in partner and aligned(ours[end].output, calls[-1].output)[0] <= bound:
-            partner[end] = [calls[-1]]
+        # The results are compared with each other, not with a head before a cap or a factor.
+        end = len(ours) - 1
+        if as_large(ours[end].output, calls[-1].output):
+            partner[end] = [*partner.get(end, ()), calls[-1]]
     _pair_containers(ours, partner, calls, bound)
     return Followed(calls, partner)
 
