@@ -271,8 +271,13 @@ def _root(ratio: float, one: Computed) -> str:
 
 
 def _bf16(a: Tensor, b: Tensor) -> bool:
-    relative = ((a - b).abs() / a.abs().clamp(min=1e-6)).flatten()
-    return 1e-4 < float(relative.median()) < 2**-7
+    """Return True if every position is off by about half precision's rounding.
+
+    Other small gaps (a rotation by other angles, a mask) leave some positions as they are.
+    """
+    relative = (a - b).abs() / a.abs().clamp(min=1e-6)
+    rows = relative.reshape(-1, relative.shape[-1]).median(-1).values
+    return 1e-4 < float(rows.min()) and float(rows.max()) < 2**-7
 
 
 def region_causes(scene: Scene) -> Iterator[str]:
