@@ -184,7 +184,7 @@ def test_a_position_of_ones_own_trains_counts_and_decodes(folder):
     [
         ("mine.py:Missing", "there is no class Missing in mine.py"),
         ("mine.py:Words", "mine.py:Words is no task"),
-        ("nowhere.py:Task", "nowhere.py cannot be read"),
+        ("nowhere.py:Task", "there is no file nowhere.py"),
         ("broken.py:Task", "broken.py:Task failed: SyntaxError"),
         ("no.such.module:Task", "there is no module no.such.module"),
     ],

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from glassformer.checks.doctor import _attribute
+from glassformer.checks.subject import named
 from glassformer.data.build_task import build_task
 from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.lab.recipes import plan_run
@@ -192,4 +192,4 @@ def test_the_doctor_opens_a_file_with_neighbours_in_another_folder(tmp_path, mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "helper_of_doctor.py").write_text("class Base: number = 1\n")
     (tmp_path / "mine.py").write_text("from helper_of_doctor import Base as Mine\n")
-    assert _attribute(f"{tmp_path / 'mine.py'}:Mine").number == 1
+    assert named(f"{tmp_path / 'mine.py'}:Mine").number == 1

@@ -277,7 +277,7 @@ def _bf16(a: Tensor, b: Tensor) -> bool:
     """
     relative = (a - b).abs() / a.abs().clamp(min=1e-6)
     rows = relative.reshape(-1, relative.shape[-1]).median(-1).values
-    return 1e-4 < float(rows.min()) and float(rows.max()) < 2**-7
+    return float(rows.min()) > 1e-4 and float(rows.max()) < 2**-7
 
 
 def region_causes(scene: Scene) -> Iterator[str]:

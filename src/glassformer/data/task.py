@@ -17,7 +17,7 @@ from glassformer.data.batch import Batch, Bools, Ints, Source
 from glassformer.data.rng import Sampler, digest
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.spec.errors import InputError
+from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.execution import check_memory
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import TrainSpec
@@ -345,7 +345,7 @@ def overlap(splits: Mapping[str, Ints]) -> int:
 def check_split(split: str, splits: Mapping[str, object]) -> None:
     """Refuse a split that a task does not have."""
     if split not in splits:
-        raise InputError(f"no split '{split}'", hint=f"this task has: {', '.join(splits)}")
+        raise InputError(f"no split '{split}'", hint=nearest(split, splits))
 
 
 def pick(splits: Mapping[str, T], split: str) -> T:
