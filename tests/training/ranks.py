@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from glassformer.checks.rows.processes import PRESETS, gap_of
 from glassformer.data.build_task import build_task
 from glassformer.lab.measure.evaluate import evaluate
 from glassformer.lab.runs.assemble import Peers
@@ -144,6 +145,17 @@ def faults(ranks: Ranks, folder: Path) -> dict[str, float]:
     return found
 
 
+def row(ranks: Ranks, folder: Path) -> dict[str, float]:
+    """What the row of `glass verify` sees with each fault planted, and without one."""
+    found = {"": max(gap_of(name, torch.float64, ranks, sharded=False) for name in PRESETS)}
+    for fault in FAULTS:
+        with planted(fault):
+            found[fault.name] = max(
+                gap_of(name, torch.float64, ranks, sharded=False) for name in PRESETS
+            )
+    return found
+
+
 def idle(ranks: Ranks, folder: Path) -> dict[str, float]:
     """A batch of one row: rank 1 has nothing to do, and takes part."""
     found = {}
@@ -252,6 +264,7 @@ CASES: tuple[Callable[[Ranks, Path], Any], ...] = (
     equal,
     narrow,
     faults,
+    row,
     idle,
     not_finite,
     dropout,

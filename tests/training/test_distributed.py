@@ -51,6 +51,11 @@ def test_a_planted_fault_is_seen(found, fault):
     assert found[0]["faults"][fault] > 1e-6
 
 
+@pytest.mark.parametrize("fault", [fault.name for fault in FAULTS])
+def test_a_planted_fault_turns_the_row_of_the_certificate_red(found, fault):
+    assert found[0]["row"][""] <= ROUNDING < found[0]["row"][fault]
+
+
 def test_a_rank_without_rows_takes_part(found):
     assert max(found[0]["idle"].values()) <= ROUNDING, found[0]["idle"]
 
