@@ -125,10 +125,14 @@ SWITCH_SECONDS = 0.0005
 CONNECTIONS = 4_096
 
 
-def serve_forever(app: Starlette, listening: socket.socket) -> None:
+def serve_forever(
+    app: Starlette, listening: socket.socket, ready: Callable[[], None] = lambda: None
+) -> None:
     """Serve until a signal: the first finishes what is running, the second ends at once.
 
-    After SIGTERM what is running has GRACE_SECONDS; Ctrl-C leaves it the time of an answer.
+    `ready` is called when all that uvicorn imports is there: a Ctrl-C that falls into an import can
+    be swallowed by the module's lock. After SIGTERM what is running has GRACE_SECONDS; Ctrl-C leaves
+    it the time of an answer.
     """
     # The engine's thread gives up the interpreter while a step computes and needs it back at once:
     # by default the event loop would keep it for 5 ms, longer than a step on a GPU takes.
@@ -143,7 +147,11 @@ def serve_forever(app: Starlette, listening: socket.socket) -> None:
         lifespan="off",
         limit_concurrency=CONNECTIONS,
     )
-    EndingServer(config, partial(_refuse_more, app.state.engine)).run(sockets=[listening])
+    config.load()
+    config.get_loop_factory()
+    server = EndingServer(config, partial(_refuse_more, app.state.engine))
+    ready()
+    server.run(sockets=[listening])
 
 
 def _refuse_more(engine: Engine) -> None:

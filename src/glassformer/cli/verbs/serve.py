@@ -201,10 +201,13 @@ def _serve(
     engine = Engine(models, threads=max(asked))
     limits = Limits(output_tokens=max_tokens, seconds=timeout, queue=queue)
     app = create_app(engine, api_key=api_key, host=host, allow_hosts=allow_hosts, limits=limits)
-    tell("Ctrl-C finishes what is running and ends")
-    print(f"http://{reachable_host(host)}:{listening.getsockname()[1]}/v1", flush=True)
+
+    def ready() -> None:
+        tell("Ctrl-C finishes what is running and ends")
+        print(f"http://{reachable_host(host)}:{listening.getsockname()[1]}/v1", flush=True)
+
     try:
-        serve_forever(app, listening)
+        serve_forever(app, listening, ready)
     except KeyboardInterrupt:  # uvicorn has closed up and passes the signal on
         tell("")
     sys.stdout.flush()
