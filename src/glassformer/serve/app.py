@@ -131,8 +131,8 @@ def serve_forever(
     """Serve until a signal: the first finishes what is running, the second ends at once.
 
     `ready` is called when all that uvicorn imports is there: a Ctrl-C that falls into an import can
-    be swallowed by the module's lock. After SIGTERM what is running has GRACE_SECONDS; Ctrl-C leaves
-    it the time of an answer.
+    be swallowed by the module's lock. After SIGTERM what is running has GRACE_SECONDS; Ctrl-C
+    leaves it the time of an answer.
     """
     # The engine's thread gives up the interpreter while a step computes and needs it back at once:
     # by default the event loop would keep it for 5 ms, longer than a step on a GPU takes.
