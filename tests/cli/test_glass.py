@@ -108,7 +108,7 @@ for words in {commands}:
     try: main()
     except SystemExit: pass
     sys.stdout = sys.__stdout__
-    print(words, *(m for m in ("torch", "numpy", "pydantic") if m in sys.modules), sep=",")
+    print(words, *(m for m in ("torch", "numpy", "scipy", "pydantic") if m in sys.modules), sep=",")
 """
 LIGHT = (
     *("--help", "list", "runs", "trian", "train reverze", "train digits --lr 1", "completion zsh"),

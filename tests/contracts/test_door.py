@@ -114,7 +114,7 @@ LAZY = """
 import sys
 import glassformer as gf
 dir(gf), gf.__version__
-print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "numpy")))
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "scipy")))
 print(len([name for name in sys.modules if name.startswith("glassformer.")]))
 spec = gf.override(gf.preset("qwen", d_model=64), "max_seq_len=32")
 gf.count_parameters(spec), gf.manifest(spec)

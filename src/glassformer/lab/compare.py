@@ -283,13 +283,13 @@ def _difference(
 
 
 def _welch(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return half the interval of a difference of means; degrees of freedom are rounded down."""
-    errors = [variance(side) / len(side) for side in (ours, theirs)]
-    if sum(errors) == 0:
+    """Return half of Welch's interval of a difference of means."""
+    from scipy import stats
+
+    if variance(ours) == variance(theirs) == 0:
         return 0.0
-    below = sum(e**2 / (len(s) - 1) for e, s in zip(errors, (ours, theirs), strict=True))
-    freedom = max(1, math.floor(sum(errors) ** 2 / below))
-    return _t_quantile(freedom) * math.sqrt(sum(errors))
+    low, high = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+    return float(high - low) / 2
 
 
 # --- words ----------------------------------------------------------------------------------------

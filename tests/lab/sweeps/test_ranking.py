@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import special, stats
+from scipy import stats
 
 from glassformer.lab.sweeps import ranking
 from glassformer.lab.sweeps.ranking import (
@@ -14,27 +14,20 @@ from glassformer.lab.sweeps.ranking import (
     main_effects,
     rank,
     seeds_needed,
-    t_quantile,
-    t_within,
 )
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 92, 200])
-def test_students_distribution_is_scipys(freedom):
-    for confidence in (0.5, 0.95, 1 - 1e-6):
-        expected = stats.t.ppf((1 + confidence) / 2, freedom)
-        assert t_quantile(freedom, confidence) == pytest.approx(expected, rel=1e-6)
-    t = np.array([0.0, 0.5, 3.0, 40.0])
-    expected = 1 - 2 * stats.t.sf(t, freedom)
-    np.testing.assert_allclose(t_within(t, freedom), expected, atol=1e-12)
-    assert t_within(3.0, freedom) == pytest.approx(expected[2])
+@pytest.mark.parametrize(("before", "freedom"), [(3.0, 4), (12.0, 4), (60.0, 9)])
+def test_the_prior_is_found_in_drawn_variances(before, freedom):
+    """Variances of Smyth's model: scaled inverse chi-square, each seen through a chi-square."""
+    rng = np.random.default_rng(0)
+    true = 0.04 * before / rng.chisquare(before, 40_000)
+    found, typical = ranking._prior(true * rng.chisquare(freedom, 40_000) / freedom, freedom)
+    assert found == pytest.approx(before, rel=0.15) and typical == pytest.approx(0.04, rel=0.03)
 
 
-def test_digamma_and_trigamma_are_scipys():
-    for x in (0.5, 1.0, 2.0, 7.5, 40.0):
-        assert ranking._digamma(x) == pytest.approx(special.digamma(x), rel=1e-9, abs=1e-9)
-        assert ranking._trigamma(x) == pytest.approx(special.polygamma(1, x), rel=1e-8)
-        assert ranking._trigamma_inverse(ranking._trigamma(x)) == pytest.approx(x, rel=1e-6)
+def test_equal_variances_are_pooled():
+    assert ranking._prior(np.full(5, 0.3), 4)[0] == math.inf
 
 
 def test_holm_by_hand():

@@ -18,7 +18,6 @@ often a wrong "better" is claimed.
 """
 
 import bisect
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,42 +37,18 @@ POWER = 0.8
 MOST_SEEDS = 1_000
 #: Beyond this number of degrees of freedom Student's distribution is the normal one to 3 digits.
 MOST_FREEDOM = 200
+#: Spreads of cells that differ less than this differ by chance: millions of degrees of freedom.
+LEAST_EXCESS = 1e-6
 
 
 # --- Student's distribution -----------------------------------------------------------------------
 
 
-def t_within(t: Any, freedom: int) -> Any:
-    """Return P(|T| < t), of one number or of an array.
-
-    Abramowitz and Stegun, 26.7.3 and 26.7.4: finite sums, exact for whole degrees of freedom.
-    """
-    library: Any = np if isinstance(t, np.ndarray) else math
-    angle = library.atan(t / math.sqrt(freedom))
-    cosine, odd = library.cos(angle), freedom % 2
-    term, total, squared = (cosine if odd else 1.0 + 0 * cosine), 0.0, cosine * cosine
-    for k in range(1 if odd else 0, freedom - 1, 2):
-        total = total + term
-        term = term * squared * ((k + 1) / (k + 2))
-    inner = library.sin(angle) * total
-    return 2 / math.pi * (angle + inner) if odd else inner
-
-
-@functools.lru_cache(maxsize=10_000)
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t with P(|T| < t) = confidence, by bisection."""
-    low, high = 0.0, 1.0
-    while t_within(high, freedom) < confidence and high < 1e12:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, freedom) < confidence else (low, middle)
-    return (low + high) / 2
+    """Return t with P(|T| < t) = confidence."""
+    from scipy import special
 
-
-def _tails(t: Floats, freedom: int) -> Floats:
-    """Return P(|T| > t)."""
-    return np.clip(1.0 - np.asarray(t_within(t, freedom)), 0.0, 1.0)
+    return -float(special.stdtrit(freedom, (1 - confidence) / 2))
 
 
 def holm(p: Floats) -> Floats:
@@ -127,46 +102,21 @@ def _prior(variances: Floats, freedom: int) -> tuple[float, float]:
     log(s^2) of equal variances has a known mean and spread; what it varies more than that is the
     cells' own. With two cells there is one estimate, which is exact as it is.
     """
+    from scipy import optimize, special
+
     known = variances[variances > 0]
     if len(variances) < 3 or len(known) < 2:
         return 0.0, float(variances.mean())
     logs = np.log(known)
-    shifted = logs - _digamma(freedom / 2) + math.log(freedom / 2)
-    excess = float(shifted.var(ddof=1)) - _trigamma(freedom / 2)
-    if excess <= 0:
+    shifted = logs - special.digamma(freedom / 2) + math.log(freedom / 2)
+    excess = float(shifted.var(ddof=1)) - float(special.polygamma(1, freedom / 2))
+    if excess <= LEAST_EXCESS:
         return math.inf, math.exp(float(shifted.mean()))
-    before = 2 * _trigamma_inverse(excess)
-    typical = float(shifted.mean()) + _digamma(before / 2) - math.log(before / 2)
+    ends = math.log(1e-8), math.log(2 / LEAST_EXCESS)  # trigamma(x) falls as 1 / x or faster
+    half = optimize.brentq(lambda log: special.polygamma(1, math.exp(log)) - excess, *ends)
+    before = 2 * math.exp(half)
+    typical = float(shifted.mean()) + special.digamma(before / 2) - math.log(before / 2)
     return before, math.exp(typical)
-
-
-def _digamma(x: float) -> float:
-    """Abramowitz and Stegun 6.3.18, after 6.3.5 has moved x up to where it is exact."""
-    below = 0.0
-    while x < 12:
-        below -= 1 / x
-        x += 1
-    y = 1 / x**2
-    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
-
-
-def _trigamma(x: float) -> float:
-    """Abramowitz and Stegun 6.4.12, after 6.4.6."""
-    below = 0.0
-    while x < 12:
-        below += 1 / x**2
-        x += 1
-    y = 1 / x**2
-    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y / 42))
-
-
-def _trigamma_inverse(value: float) -> float:
-    """Return x with trigamma(x) = value, by bisection on a logarithmic scale."""
-    low, high = math.log(1e-8), math.log(1e8)
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _trigamma(math.exp(middle)) < value else (middle, high)
-    return math.exp((low + high) / 2)
 
 
 def seeds_needed(
@@ -384,10 +334,12 @@ class _Pairs:
 
     def _plain(self, a: Any, b: Any) -> Floats:
         """Return uncorrected p-values; without any spread there is nothing to judge by."""
+        from scipy import special
+
         error = self._error(a, b)
         gap = np.abs(self.means[a] - self.means[b])
         t = np.divide(gap, error, out=np.zeros_like(gap), where=error > 0)
-        return np.where(error > 0, _tails(t, self.spread.freedom), 1.0)
+        return np.where(error > 0, 2 * special.stdtr(self.spread.freedom, -t), 1.0)
 
     def p_of(self, a: int, b: int) -> float:
         """Return Holm's p-value of a pair among all pairs."""
