@@ -336,7 +336,6 @@ ONE_IMPORTER = {
     "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
     "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
-    "generation.array_samplers": "the rules without torch; samplers has them with torch",
     "kernels.cuda_attend": "another language than its importer's; it has a source file of its own",
     "kernels.triton_decode": "imported by name where there is a GPU: it needs Triton",
     "kernels.triton_loss": "imported where there is a GPU: it needs Triton",

@@ -36,22 +36,16 @@ def test_an_old_table_is_replaced_and_the_rest_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["typical_p", "min_p"])
-def test_a_sampler_is_named_in_four_files_at_most(name):
-    """Its field, its rule over tensors and over arrays, and where a check uses it; everything else
-    is made from the field.
-    """
+def test_a_sampler_is_named_in_three_files_at_most(name):
+    """Its field, its rule, and where a check uses it; everything else is made from the field."""
     word = re.compile(rf"\b{name}\b|\b{name.replace('_', '-')}\b")
     sources = [path for path in SOURCES.rglob("*") if path.suffix in (".py", ".js", ".css")]
     named = {str(p.relative_to(SOURCES)) for p in sources if word.search(p.read_text("utf-8"))}
-    rules = ("samplers", "array_samplers")
-    home = {
-        "glassformer/spec/decoding.py",
-        *(f"glassformer/generation/{rule}.py" for rule in rules),
-    }
+    home = {"glassformer/spec/decoding.py", "glassformer/generation/samplers.py"}
     assert home <= named
-    assert len(named) <= 4, named
+    assert len(named) <= 3, named
     if name == "typical_p":
-        assert named == home, "the page `adding a sampler` names three files"
+        assert named == home, "the page `adding a sampler` names two files"
 
 
 def test_every_setting_of_training_is_listed_with_its_default(capsys, monkeypatch):

@@ -1,13 +1,17 @@
-"""Samplers: their definitions, what they never do, and the chain of them."""
+"""Samplers: their definitions, what they never do, and the chain of them; over arrays, tensors."""
 
 import math
+from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glassformer.generation import choosing, samplers
+from glassformer.generation.choosing import NOTHING
+from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import make_sampler
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -128,3 +132,151 @@ def test_top_k_of_everything_is_plain_sampling(name):
 def test_random_numbers_of_many_rows_are_those_of_each():
     of = [(0, 0, 0), (1, 2, 3), (2**63 - 1, 5, 10_000), (2**70 + 1, 0, 7)]
     assert choosing.uniforms(*zip(*of, strict=True)) == [choosing.uniform(*one) for one in of]
+
+
+# --- arrays and tensors ---------------------------------------------------------------------------
+
+RULES = {
+    "scale_by_temperature": (0.0, 1e-4, 0.7, 1e300),
+    "keep_top_k": (1, 2, 5, 100),
+    "keep_top_p": (1e-6, 0.3, 0.5, 0.95, 1.0),
+    "keep_min_p": (0.0, 0.05, 0.5, 1.0),
+    "keep_typical": (0.1, 0.5, 0.9, 1.0),
+    "forbid": ((), (0,)),
+    "force": (0,),
+}
+#: Rows: spread, flat, with equal ones, with dropped ones, nearly one, wider than a first look.
+VOCABS = (1, 2, 7, 131, 1_009)
+
+
+def rows_of(seed, vocab):
+    rng = np.random.default_rng(seed)
+    spread = rng.normal(0, 3, (5, vocab))
+    spread[1] = 0.5
+    spread[2] = spread[2].round()
+    spread[3, rng.random(vocab) < 0.5] = -np.inf
+    spread[3, -1] = 1.0
+    spread[4] *= 1e-3
+    return spread.astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_keeps_the_same_tokens_over_arrays_and_tensors(rule, vocab):
+    for seed in range(5):
+        logits_BV = rows_of(seed, vocab)
+        before_BV = logits_BV.copy()
+        for amount in RULES[rule]:
+            made_BV = getattr(samplers, rule)(logits_BV, amount)
+            wanted_BV = getattr(samplers, rule)(torch.from_numpy(logits_BV), amount)
+            assert made_BV.dtype == np.float32 and wanted_BV.dtype == torch.float32
+            np.testing.assert_array_equal(made_BV, wanted_BV, err_msg=f"{rule} {amount} {seed}")
+        np.testing.assert_array_equal(logits_BV, before_BV, err_msg=f"{rule} writes into its input")
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-44, 0.5, 1.3, 7.0, 1e300])
+def test_a_penalty_of_any_size_leaves_numbers(penalty):
+    """Also a logit of 0, which times infinity would be none; a dropped token stays dropped."""
+    logits_BV, seen_BV = rows_of(0, 131), np.random.default_rng(1).random((5, 131)) < 0.3
+    logits_BV[0, :3] = (0.0, -0.0, -np.inf)
+    seen_BV[0, :3] = True
+    wanted = samplers.penalise_repetition(torch.from_numpy(logits_BV), seen_BV, penalty)
+    made_BV = samplers.penalise_repetition(logits_BV, seen_BV, penalty)
+    np.testing.assert_array_equal(made_BV, wanted)
+    np.testing.assert_array_equal(np.isfinite(made_BV), np.isfinite(logits_BV))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_shares_fall_on_the_same_tokens(vocab):
+    rng = np.random.default_rng(vocab)
+    for seed in range(20):
+        logits_BV = rows_of(seed, vocab)
+        share_B1 = np.array([[*rng.random(3), 0.0, np.nextafter(1.0, 0.0)]]).T
+        wanted = samplers.draw_at(torch.from_numpy(logits_BV), torch.from_numpy(share_B1))
+        assert samplers.draw_at(logits_BV, share_B1).tolist() == wanted.tolist()
+
+
+def test_the_likeliest_are_listed_best_first_and_the_first_of_equal_ones():
+    logits_BV = np.array([[0.0, 2.0, 1.0, 2.0], [1.0, 1.0, 1.0, -np.inf]], np.float32)
+    for kind in (np.asarray, torch.from_numpy, lambda x_BV: torch.from_numpy(x_BV).bfloat16()):
+        first, second = samplers.likeliest_of(kind(logits_BV), 3)
+        assert [token for token, _ in first] == [1, 3, 2]
+        assert [token for token, _ in second] == [0, 1, 2]
+        assert second[0][1] == pytest.approx(-math.log(3), abs=1e-12)
+        one, other = samplers.logprobs_of(kind(logits_BV), [1, 2]).tolist()
+        assert (one, other) == pytest.approx((first[0][1], second[2][1]), abs=1e-7)
+
+
+AMOUNTS = {
+    "temperature": st.sampled_from((0.0, 0.3, 1.0, 2.5, 1e30)),
+    "top_k": st.sampled_from((None, 1, 5)),
+    "top_p": st.sampled_from((1.0, 0.9, 0.2)),
+    "min_p": st.sampled_from((0.0, 0.1)),
+    "typical_p": st.sampled_from((1.0, 0.6)),
+    "repetition_penalty": st.sampled_from((1.0, 1.5)),
+    "forbidden": st.sampled_from(((), (3, 5))),
+    "forced": st.sampled_from(((), (2,))),
+    "min_new_tokens": st.sampled_from((0, 2)),
+    "seed": st.integers(0, 5),
+}
+SPECS = st.builds(DecodeSpec, max_new_tokens=st.just(3), eos=st.just((1,)), **AMOUNTS)
+
+
+def test_every_option_of_decoding_is_known_here():
+    """A new option is drawn in the next test, over arrays and over tensors."""
+    rules = {*AMOUNTS, "max_new_tokens", "eos"}
+    by_the_loop = {"stop"}  # what ends a text, whoever chose its tokens
+    assert {field.name for field in fields(DecodeSpec)} == rules | by_the_loop
+
+
+def chooser_of(spec, prompts, *, vocab, array=np.asarray, logprobs=True):
+    return samplers.SamplingChooser(
+        spec, prompts, vocab_size=vocab, logprobs=logprobs, count=0, array=array
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(spec=SPECS, seed=st.integers(0, 1000), allows=st.booleans())
+def test_a_chooser_chooses_the_same_over_arrays_and_tensors(spec, seed, allows):
+    """The chooser of arrays, that of tensors, and the sampler itself over tensors."""
+    vocab, prompts = 131, Prompts.of([[1, 2, 3], [7, 8, 9], [4, 4, 4], [5, 6, 7], [1, 1, 1]])
+    rng = np.random.default_rng(seed)
+    kinds = (np.asarray, torch.from_numpy)
+    two = [chooser_of(spec, prompts, vocab=vocab, array=kind) for kind in kinds]
+    sample, seen_BV = make_sampler(spec), samplers.seen_in(prompts, vocab)
+    rows = [3, 1, 4, 0, 5]
+    for step in range(3):
+        logits_BV = rows_of(seed + step, vocab)[: len(rows)]
+        allow_BV = rng.random(logits_BV.shape) < 0.5 if allows else None
+        found = []
+        for chooser, as_own in zip(two, kinds, strict=True):
+            made = chooser.choose(as_own(logits_BV), step=step, rows=rows, allow_BV=allow_BV)
+            tokens, values, _ = made.fetch()
+            assert type(made.tokens_B) is type(as_own(logits_BV))
+            chooser.note(tokens)
+            found.append((tokens, values))
+        wanted_B = sample(
+            torch.from_numpy(logits_BV), step=step, rows=rows, seen_BV=seen_BV, allow_BV=allow_BV
+        )
+        assert found[0] == found[1]
+        assert found[0][0] == wanted_B.tolist()
+        seen_BV[np.arange(len(rows)), wanted_B] = True
+        if step == 0:  # the second row has ended
+            stay = np.array([0, 2, 3, 4])
+            rows, seen_BV = [rows[line] for line in stay], seen_BV[stay]
+            for chooser, as_own in zip(two, kinds, strict=True):
+                chooser.keep(as_own(stay))
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_choose_nothing_and_warn_of_nothing(fill, temperature):
+    spec = DecodeSpec(
+        temperature=temperature, top_p=0.9, typical_p=0.9, repetition_penalty=1.5, forbidden=(0,)
+    )
+    logits_BV = np.full((1, 5), fill, dtype=np.float32)
+    chooser = chooser_of(spec, Prompts.of([[1]]), vocab=5)
+    tokens, _, _ = chooser.choose(logits_BV, step=0, rows=[0], allow_BV=None).fetch()
+    assert tokens == [NOTHING]
+    twin = make_sampler(spec)(torch.from_numpy(logits_BV), step=0, rows=[0])
+    assert twin.tolist() == [NOTHING]

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.data.tokenizers.vocab import Tokenizer
@@ -39,7 +40,15 @@ from glassformer.generation.fast.slots import (
 )
 from glassformer.generation.loop import PATIENCE, Row, allowed, check_something_left, check_tokens
 from glassformer.generation.prompts import Prompts, shared_length
-from glassformer.generation.samplers import Together, make_sampler, settings_of
+from glassformer.generation.samplers import (
+    Together,
+    as_array,
+    likeliest_of,
+    logprobs_of,
+    make_sampler,
+    seen_in,
+    settings_of,
+)
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
@@ -112,7 +121,7 @@ class Continuation:
     data: Any
     sample: Callable[..., Tensor]
     together: Together | None  # its sampler with others, if only logits decide the next token
-    seen_1V: Tensor | None
+    seen_1V: NDArray[np.bool_] | None
     shift: Shift
     shift_1V: Tensor | None
     tokens: list[int] = field(default_factory=list)
@@ -221,8 +230,7 @@ class Batcher:
         stops = TextStream(self.tokenizer) if spec.stop and self.tokenizer is not None else None
         seen_1V = None
         if spec.repetition_penalty != 1.0:
-            seen_1V = torch.zeros(1, vocab_size, dtype=torch.bool)
-            seen_1V[0, list(prompts.tokens[0])] = True
+            seen_1V = seen_in(prompts, vocab_size)
         shift_1V = shift.start(vocab_size)
         together = None
         alone = bounded is not None or shift_1V is not None or logprobs or top_logprobs
@@ -397,16 +405,17 @@ class Batcher:
     def _chosen(self, user: Continuation, logits_1V: Tensor) -> "tuple[int, Extra]":
         """Return the next token of one sequence, its log-probability and the likeliest ones."""
         row = user.row
-        allow = allowed([row], made=row.made)
-        allow_1V = None if allow is None else torch.from_numpy(allow).to(logits_1V.device)
-        seen_1V = None if user.seen_1V is None else user.seen_1V.to(logits_1V.device)
         shifted_1V = logits_1V
         if user.shift_1V is not None:
             shifted_1V = logits_1V.float() + user.shift_1V.to(logits_1V.device)
         found_1 = user.sample(
-            shifted_1V, step=row.made, rows=[row.name], seen_BV=seen_1V, allow_BV=allow_1V
+            as_array(shifted_1V),
+            step=row.made,
+            rows=[row.name],
+            seen_BV=user.seen_1V,
+            allow_BV=allowed([row], made=row.made),
         )
-        token = int(found_1)
+        token = int(found_1[0])
         if not user.logprobs or token == NOTHING:
             return token, (float("nan"), ())
         return token, _logprob(logits_1V[0], token, user.top_logprobs)
@@ -593,12 +602,9 @@ Extra = tuple[float, tuple[tuple[int, float], ...]]
 
 def _logprob(logits_V: Tensor, token: int, top: int) -> Extra:
     """Return a token's log-probability, and the `top` likeliest tokens with theirs."""
-    values_V = logits_V.double().log_softmax(-1)
-    logprob = float(values_V[token])
-    if not top:
-        return logprob, ()
-    best = values_V.topk(top)
-    return logprob, tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    x_1V = as_array(logits_V)[None]
+    (best,) = likeliest_of(x_1V, top) if top else [()]
+    return logprobs_of(x_1V, [token]).item(), best
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """`Chooser`: how the decoding loop gets tokens from a step's logits; random numbers of rows.
 
-`samplers.TorchChooser` has every rule. `LikeliestChooser` is greedy decoding by the C routine that
-runs of the native step use: with and without torch, the first token's numbers are those of the
-others. Imports no torch.
+`samplers.SamplingChooser` has every rule. `LikeliestChooser` is greedy decoding by the C routine
+that runs of the native step use: with and without torch, the first token's numbers are those of
+the others. Imports no torch.
 """
 
 from abc import ABC, abstractmethod

@@ -22,7 +22,6 @@ from torch import Tensor
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import forbid, greedy, likeliest, logprobs_of
 from glassformer.generation.stepping import RewindingStepper, Speculation, Stepper
-from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError
 
 # B rows (1 while guesses are read), R tokens read at once, V vocab
@@ -349,7 +348,7 @@ class SpeculativeStepper(Stepper):
         tokens: list[list[int]] = []
         values: list[list[float]] = []
         while True:
-            best_1 = likeliest(forbid(as_float(logits_1V), closed))
+            best_1 = likeliest(forbid(logits_1V, closed))
             tokens.append(best_1.tolist())
             value_1 = logprobs_of(logits_1V, best_1.clamp(min=0)) if logprobs else None
             values.append([math.nan] if value_1 is None else value_1.tolist())

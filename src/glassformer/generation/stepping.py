@@ -142,10 +142,17 @@ class Stepper(ABC):
         self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int
     ) -> "Chooser":
         """Return what chooses tokens in one decoding; `count` likeliest are reported, too."""
-        from glassformer.generation.samplers import TorchChooser
+        import torch
 
-        return TorchChooser(
-            spec, prompts, vocab_size=self.vocab_size, logprobs=logprobs, count=count
+        from glassformer.generation.samplers import SamplingChooser
+
+        return SamplingChooser(
+            spec,
+            prompts,
+            vocab_size=self.vocab_size,
+            logprobs=logprobs,
+            count=count,
+            array=torch.from_numpy,
         )
 
     def run_beams(

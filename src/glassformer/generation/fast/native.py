@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.generation.array_samplers import SamplingChooser
 from glassformer.generation.choosing import Chooser, LikeliestChooser
 from glassformer.generation.fast.program import (
     BUFFERS,
@@ -31,6 +30,7 @@ from glassformer.generation.fast.program import (
     unknown_part,
 )
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.samplers import SamplingChooser
 from glassformer.generation.stepping import BeamRun, BeamStep, RewindingStepper
 from glassformer.kernels import c_library, threads
 from glassformer.kernels.large_pages import empty
@@ -325,13 +325,16 @@ class ArrayStepper(RewindingStepper):
         return numbers
 
     def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
-        """Return the greedy choice in C where that is all; else every rule, over arrays."""
-        if count:
-            raise InputError("plain arrays have no list of likeliest tokens", hint="NativeStepper")
-        if LikeliestChooser.covers(spec):
+        """Return the greedy choice in C where that is all; else every rule."""
+        if not count and LikeliestChooser.covers(spec):
             return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
         return SamplingChooser(
-            spec, prompts, vocab_size=self.vocab_size, logprobs=logprobs, array=self._out
+            spec,
+            prompts,
+            vocab_size=self.vocab_size,
+            logprobs=logprobs,
+            count=count,
+            array=self._out,
         )
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Any, NativePast]:

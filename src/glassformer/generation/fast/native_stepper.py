@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glassformer.generation.choosing import Chooser
 from glassformer.generation.fast.from_model import ModelSource, why_not
 from glassformer.generation.fast.native import ArrayStepper, NativePast
 from glassformer.generation.fast.program import PAGE
@@ -23,7 +22,7 @@ from glassformer.generation.stepper import decodable
 from glassformer.generation.stepping import RewindingStepper
 from glassformer.models.model import Holder, Model
 from glassformer.nn.linear import PackedWeight
-from glassformer.spec.decoding import DecodeSpec, KVCache
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 
 # B rows, V vocab
@@ -55,11 +54,6 @@ class NativeStepper(ArrayStepper):
 
     def _out(self, numbers: NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers)
-
-    def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
-        """Return what an `ArrayStepper` has, or lists of the likeliest tokens too."""
-        choose = RewindingStepper.chooser if count else ArrayStepper.chooser
-        return choose(self, spec, prompts, logprobs=logprobs, count=count)
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
         """Read the prompts in blocks, from where they differ from what is kept."""
