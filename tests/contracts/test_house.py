@@ -327,6 +327,7 @@ def undocumented(module: str) -> list[str]:
 
 #: Why a module with a single importer is a file of its own. A table is the importer of its members.
 ONE_IMPORTER = {
+    "costs.activations": "what a backward keeps, kind by kind; estimates adds the rest of a step",
     "checks.executors": "the table of executors; the command that shows it reads it",
     "checks.following": "a forward followed module by module; diff compares two of them",
     "checks.rows.processes": "a row that starts processes of its own; the catalogue is the table",

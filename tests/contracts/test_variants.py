@@ -21,8 +21,8 @@ import torch
 import glassformer
 from glassformer.adapters.counterpart import counterpart
 from glassformer.byhand.model import Model as HandModel
-from glassformer.costs import estimates
-from glassformer.costs.estimates import activations, flops, optimizer_bytes
+from glassformer.costs.activations import activations
+from glassformer.costs.estimates import flops, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
 from glassformer.generation.fast.stepper import FastStepper
@@ -360,11 +360,16 @@ OPENED = [
         "norm/torch parts",
     ),
     Fault("taps", "spec.model:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
-    Fault("memory", "costs.estimates:_masks", NEVER, "pass", "position/masks"),
+    Fault(
+        "memory",
+        "spec.program:_Writer.norm",
+        NEVER,
+        "kind, biased = Norm(over=over, eps=1.0), False",
+        "norm/memory",
+    ),
 ]
 CELLS: dict[str, Callable[[ModelSpec], object]] = CONSUMERS | {
     "torch parts": lambda model: build(model, device="meta"),
-    "masks": lambda model: list(estimates._masks(model, model.decoder, LENGTH, "cpu")),
 }
 
 

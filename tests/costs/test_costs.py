@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from glassformer.costs.activations import activations
 from glassformer.costs.estimates import (
-    activations,
     flops,
     optimizer_bytes,
     training_memory,
@@ -106,10 +106,10 @@ def measured(spec, **sizes):
 @given(model_specs())
 @settings(max_examples=30)
 def test_activations_are_what_autograd_keeps_whatever_the_parts(spec):
-    """Layers of both placements, answers read as a mean, single heads: 3.6 % at most in 300."""
+    """Layers of both placements, answers read as a mean, single heads: 0.6 % at most in 300."""
     spec = fused(spec)
     said = activations(spec, batch=B, length=T, source_length=S).kept
-    assert said == pytest.approx(measured(spec), rel=0.1)
+    assert said == pytest.approx(measured(spec), rel=0.02)
 
 
 SMALLER = {

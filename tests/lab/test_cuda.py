@@ -7,7 +7,7 @@ import torch
 from bench.budget import batch_for
 from bench.footprint import saved_bytes
 
-from glassformer.costs.estimates import activations
+from glassformer.costs.activations import activations
 from glassformer.costs.timing import step_time
 from glassformer.lab.measure.machine_rates import calibrate
 from glassformer.nn.attention import attend

@@ -6,23 +6,29 @@ optimizer, and a fixed cost per operation. `lab.measure.machine_rates` measures 
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import assert_never
+from collections import Counter
 
-from glassformer.costs.estimates import flops, head_weights
-from glassformer.spec.checks import at_least, check_tree, spec
+from glassformer.costs.estimates import flops
+from glassformer.spec.checks import at_least, spec
 from glassformer.spec.execution import PIECE
-from glassformer.spec.manifest import Parameter, block_parameters, stored
-from glassformer.spec.model import (
-    MLP,
-    Block,
-    LayerNorm,
-    ModelSpec,
-    MoE,
+from glassformer.spec.manifest import stored
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.program import (
+    Activate,
+    Add,
+    Attend,
+    Embed,
+    Gate,
+    Gather,
+    Linear,
     Norm,
-    RMSNorm,
-    SwiGLU,
-    rotary_of,
+    Op,
+    Program,
+    Rotate,
+    Route,
+    Scatter,
+    Value,
+    program,
 )
 
 #: Points of a measured curve: (size, work per second at this size).
@@ -55,15 +61,17 @@ class Rates:
 USUAL_HEAD = 32
 #: Elementwise operations: cost in units of one pass, forward and backward, and number of calls.
 LAYER_NORM, RMS_NORM = (1.1, 1), (4.0, 6)
-SILU, GELU, RELU = (1.0, 1), (1.6, 1), (0.7, 1)
+ACTIVATIONS = {"relu": (0.7, 1), "relu2": (0.7, 1), "silu": (1.0, 1)}
+GELU = (1.6, 1)
 GATE = (1.0, 1)
-RESIDUAL = (0.7, 1)  # an addition, and another for the sum of the two gradients
-MEETING = (0.35, 1)  # the sum of two gradients alone
+MEETING = (0.35, 1)  # the sum of the gradients of two readers of a value
+ADDITION = (0.35, 0)  # its call counts with the meeting that a sum of the residual stream brings
 ROTATION = (3.0, 8)
 GATHER = (1.0, 2)
 ROUTING = (12.0, 30)  # softmax, a stable sort, counting, the balance loss
-#: Number of calls of a product with weights, and of attention, forward and backward.
-PRODUCT_CALLS, ATTENTION_CALLS = 4, 6
+TABLE = (2 * MEETING[0], 2)  # the gradient of an embedding's table
+#: Number of calls of a product with weights, of attention and of a loss, forward and backward.
+PRODUCT_CALLS, ATTENTION_CALLS, LOSS_CALLS = 4, 6, 10
 #: Number of calls of clipping and update per tensor.
 UPDATE_CALLS = 3
 
@@ -106,139 +114,103 @@ def step_time(
     model: ModelSpec, rates: Rates, *, batch: int, length: int, source_length: int | None = None
 ) -> StepTime:
     """Predict the time of one training step on a batch without padding."""
-    check_tree(model)
+    made = program(model)
     source = length if source_length is None else source_length
-    products = elementwise = 0.0
-    calls = 0
-
-    def spend(work: Iterator[tuple[tuple[float, int], int]]) -> None:
-        nonlocal elementwise, calls
-        for (units, count), elements in work:
-            elementwise += units * elements / rate_at(rates.passes, elements)
-            calls += count
-
-    for prefix, stack in model.stacks().items():
-        rows = batch * (source if prefix == "encoder." else length)
-        vocab = model.source_vocab if prefix == "encoder." else model.vocab_size
-        spend(_around(model, rows, vocab))
-        for block in stack.blocks():
-            for parameter in block_parameters(block, "", model.d_model, init=model.init):
-                if parameter.kind == "matrix":
-                    products += _product(rates, parameter.shape, _rows(block, parameter, rows))
-                    calls += PRODUCT_CALLS
-            spend(_block(model, block, rows))
-            calls += ATTENTION_CALLS * (1 if block.cross is None else 2)
+    work = _Work(made, rates, target=batch * length, source=batch * source, sequence=batch)
     loss = 0.0
     for head, name in zip(model.heads, model.head_names(), strict=True):
-        rows = batch * head.rows(length)
-        width = model.head_size(name)
-        weights = 6 * rows * head_weights(model, name)
-        products += weights / rate_at(rates.products, model.d_model)
+        rows, width = batch * head.rows(length), made.values[made.outputs[name]].width
         loss += rows * width / rate_at(rates.logits, min(rows * width, PIECE))
-        calls += PRODUCT_CALLS + 10
-    work = 3 * batch * flops(model, length=length, source_length=source).attention
-    d_head = next(model.decoder.blocks()).attention.head_width(model.d_model)
-    slower = rate_at(rates.heads, USUAL_HEAD) / rate_at(rates.heads, d_head)
-    own: list[Parameter] = list(stored(model).values())
+        work.calls += LOSS_CALLS
+        work.spend(GATHER, rows * model.d_model)  # of the rows with a target
+    for stack in model.stacks():
+        vocab = model.source_vocab if stack == "encoder." else model.vocab_size
+        work.spend(TABLE, vocab * model.d_model)
+    own = list(stored(model).values())
+    attention = 3 * batch * flops(model, length=length, source_length=source).attention
     return StepTime(
-        products=products,
-        attention=work * slower / rate_at(rates.attention, length),
-        elementwise=elementwise,
+        products=work.products,
+        attention=attention * work.slower / rate_at(rates.attention, length),
+        elementwise=work.elementwise,
         loss=loss,
         optimizer=sum(p.size for p in own) / rates.updates,
-        dispatch=(calls + UPDATE_CALLS * len(own)) * rates.dispatch,
+        dispatch=(work.calls + UPDATE_CALLS * len(own)) * rates.dispatch,
         overlapped=rates.device != "cpu",
     )
 
 
-def _product(rates: Rates, shape: tuple[int, ...], rows: float) -> float:
-    return 6 * rows * math.prod(shape) / rate_at(rates.products, min(shape))
+class _Work:
+    """Seconds of products and elementwise operations of a program, and its number of calls.
 
+    Of a mixture's experts the first stands for all: with the rows of all, and the calls of each.
+    """
 
-def _rows(block: Block, parameter: Parameter, rows: int) -> float:
-    """Rows that pass through a matrix: an expert sees its share of the tokens."""
-    if parameter.expert is None or not isinstance(block.ffn, MoE):
-        return rows
-    return rows * block.ffn.experts_per_token / block.ffn.n_experts
+    def __init__(self, made: Program, rates: Rates, **rows: int) -> None:
+        self.made, self.rates, self.rows = made, rates, dict(rows)
+        self.products = self.elementwise = 0.0
+        self.calls, self.experts = 0, 1
+        readers: Counter[str] = Counter()
+        widths = []
+        for op in made.with_one_expert():
+            readers.update(op.reads)
+            if op.writes is not None:
+                self.add(op, made.values[op.writes])
+            if isinstance(op.kind, Attend):
+                widths.append(made.values[op.writes or ""].width // op.kind.heads)
+        for name, value in made.values.items():
+            for _ in range(readers[name] - 1 if value.rows in self.rows else 0):
+                self.over(value, MEETING)
+        usual = rate_at(rates.heads, USUAL_HEAD)
+        self.slower = sum(usual / rate_at(rates.heads, width) for width in widths) / len(widths)
 
+    def spend(self, cost: tuple[float, int], elements: int, *, times: int = 1) -> None:
+        """Pass over so many elements, at this cost, in calls for each of `times` parts."""
+        units, calls = cost
+        self.elementwise += units * elements / rate_at(self.rates.passes, elements)
+        self.calls += calls * times
 
-def _around(model: ModelSpec, rows: int, vocab: int) -> Iterator[tuple[tuple[float, int], int]]:
-    """Embedding lookup, the table's gradient, the final norm, the gather of rows with a target."""
-    yield GATHER, rows * model.d_model
-    yield MEETING, vocab * model.d_model
-    yield MEETING, vocab * model.d_model
-    yield _norm(model.decoder.final_norm or LayerNorm()), rows * model.d_model
-    yield GATHER, rows * model.d_model
+    def over(self, value: Value, *costs: tuple[float, int]) -> None:
+        """Pass over a value at each of these costs."""
+        for cost in costs:
+            self.spend(cost, self.rows[value.rows] * value.width, times=self.calls_on(value))
 
+    def calls_on(self, value: Value) -> int:
+        return self.experts if value.rows == "chosen" else 1
 
-def _block(model: ModelSpec, block: Block, rows: int) -> Iterator[tuple[tuple[float, int], int]]:
-    hidden = rows * model.d_model
-    for attention in (block.attention, block.cross):
-        if attention is None:
-            continue
-        yield _norm(block.norm), hidden
-        yield RESIDUAL, hidden
-        yield MEETING, hidden
-        yield MEETING, hidden
-        d_head = attention.head_width(model.d_model)
-        heads = (attention.n_heads, attention.kv_heads)
-        for count in heads:
-            if attention.qk_norm is not None:
-                yield _norm(attention.qk_norm), rows * count * d_head
-            turned = attention is block.attention and rotary_of(attention, model.position)
-            if turned:
-                yield ROTATION, rows * count * d_head
-    yield _norm(block.norm), hidden
-    yield RESIDUAL, hidden
-    match block.ffn:
-        case MLP() | SwiGLU():
-            yield from _ffn(block.ffn, hidden, rows)
-        case MoE():
-            yield from _moe(model, block.ffn, rows)
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _ffn(
-    ffn: MLP | SwiGLU, hidden: int, rows: int, *, groups: int = 1
-) -> Iterator[tuple[tuple[float, int], int]]:
-    """The activation of a feed-forward; `groups` experts share the rows, and call one by one."""
-    wide = rows * ffn.d_ff
-    match ffn:
-        case MLP(activation=activation):
-            units, calls = RELU if activation in ("relu", "relu2") else GELU
-            yield (units, calls * groups), wide
-        case SwiGLU():
-            yield (MEETING[0], MEETING[1] * groups), hidden
-            for units, calls in (SILU, GATE):
-                yield (units, calls * groups), wide
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _moe(model: ModelSpec, ffn: MoE, rows: int) -> Iterator[tuple[tuple[float, int], int]]:
-    """Routing and sorting, the gather into groups and back, the experts, the weighted sum."""
-    chosen = rows * ffn.experts_per_token
-    yield ROUTING, rows * ffn.n_experts
-    yield GATHER, chosen * model.d_model
-    yield from _ffn(ffn.expert, chosen * model.d_model, chosen, groups=ffn.n_experts)
-    yield GATHER, chosen * model.d_model
-    yield GATE, chosen * model.d_model
-    if ffn.shared is not None:
-        yield from _ffn(ffn.shared, rows * model.d_model, rows)
-        yield RESIDUAL, rows * model.d_model
-    if ffn.shared_gate:
-        yield GATE, rows * model.d_model
-
-
-def _norm(norm: Norm) -> tuple[float, int]:
-    match norm:
-        case LayerNorm():
-            return LAYER_NORM
-        case RMSNorm():
-            return RMS_NORM
-        case _ as unreachable:
-            assert_never(unreachable)
+    def add(self, op: Op, value: Value) -> None:
+        """Add one operation, which writes this value."""
+        read = self.made.values.get(op.reads[0], value) if op.reads else value
+        match op.kind:
+            case Linear():
+                work = 6 * self.rows[value.rows] * read.width * value.width
+                self.products += work / rate_at(self.rates.products, min(read.width, value.width))
+                self.calls += PRODUCT_CALLS * self.calls_on(value)
+            case Attend():
+                self.calls += ATTENTION_CALLS
+            case Embed():
+                self.over(value, GATHER)
+            case Norm(form=form):
+                self.over(value, LAYER_NORM if form == "layer" else RMS_NORM)
+            case Rotate():
+                self.over(value, ROTATION)
+            case Add():
+                self.over(value, ADDITION)
+            case Activate(function=function):
+                self.over(value, ACTIVATIONS.get(function, GELU))
+            case Gate(function="sigmoid"):
+                self.over(value, GATE)
+            case Gate():
+                self.over(value, ACTIVATIONS["silu"], GATE)
+            case Route(chosen=chosen):
+                self.experts, self.rows["chosen"] = read.width, chosen * self.rows[read.rows]
+                self.over(read, ROUTING)
+            case Gather():
+                self.spend(GATHER, self.rows["chosen"] * value.width)
+            case Scatter():
+                for cost in (GATHER, GATE):
+                    self.spend(cost, self.rows["chosen"] * value.width)
+            case _:
+                pass  # what is looked up once, or stays in its place
 
 
 @spec

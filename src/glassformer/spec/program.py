@@ -313,6 +313,13 @@ class Program:
         values = {key: value for key, value in self.values.items() if key in written}
         return Program(ops, values, self.hidden, {name: self.outputs[name]})
 
+    def with_one_expert(self) -> Iterator[Op]:
+        """Yield the operations; of a mixture's experts, which are alike, those of the first."""
+        for op in self.ops:
+            _, found, expert = op.part.partition(".experts.")
+            if not found or expert == "0":
+                yield op
+
     def memories(self) -> tuple[str, ...]:
         """Every memory, in the order in which they are written."""
         return tuple(
