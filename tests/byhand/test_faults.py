@@ -587,15 +587,15 @@ FAULTS = [
     fault(
         "window one too wide",
         "inputs:allow_of",
-        "np.abs(ahead_TS) < attention.window",
-        "np.abs(ahead_TS) <= attention.window",
+        "ahead_TS >= -before",
+        "ahead_TS >= -before - 1",
         "permissions",
     ),
     fault(
         "window one too wide beside padding",
         "inputs:allow_of",
-        "np.abs(apart_BTS) < attention.window",
-        "np.abs(apart_BTS) <= attention.window",
+        "apart_BTS <= before",
+        "apart_BTS <= before + 1",
         "model qwen-sliding",
     ),
     fault(

@@ -210,18 +210,17 @@ def test_cross_entropy_rows_sum_to_zero_and_what_does_not_count_gets_nothing() -
 
 
 def test_permissions() -> None:
-    def allow(**fields: object) -> np.ndarray:
-        made = allow_of(spec.Attention(n_heads=1, **fields), queries=4, keys=4, dtype=DOUBLE)
+    def allow(before: int | None = None, after: int | None = 0) -> np.ndarray:
+        made = allow_of(before=before, after=after, queries=4, keys=4, dtype=DOUBLE)
         assert made is not None
         return made[0, 0]
 
     np.testing.assert_array_equal(allow(), np.tril(np.ones((4, 4))))
     np.testing.assert_array_equal(
-        allow(window=2), np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
+        allow(before=1), np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
     )
-    np.testing.assert_array_equal(allow(window=2, causal=False), np.tri(4, k=1) - np.tri(4, k=-2))
-    plain = spec.Attention(n_heads=1, causal=False)
-    assert allow_of(plain, queries=4, keys=4, dtype=DOUBLE) is None
+    np.testing.assert_array_equal(allow(before=1, after=1), np.tri(4, k=1) - np.tri(4, k=-2))
+    assert allow_of(before=None, after=None, queries=4, keys=4, dtype=DOUBLE) is None
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -230,7 +229,8 @@ def test_a_window_counts_real_tokens_as_torch_does(causal: bool, queries: int) -
     valid_BS = np.array([[1, 1, 0, 0, 1, 1], [0, 1, 1, 0, 1, 1], [1] * 6], np.bool_)
     valid_BT = valid_BS[:, 6 - queries :]
     ours = allow_of(
-        spec.Attention(n_heads=1, causal=causal, window=2),
+        before=1,
+        after=0 if causal else 1,
         queries=queries,
         keys=6,
         dtype=DOUBLE,

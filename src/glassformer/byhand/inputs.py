@@ -161,8 +161,9 @@ def positions_of(
 
 
 def allow_of(
-    attention: spec.Attention,
     *,
+    before: int | None,
+    after: int | None,
     queries: int,
     keys: int,
     dtype: "np.dtype[Any]",
@@ -172,21 +173,28 @@ def allow_of(
 ) -> Array | None:
     """Return the mask (1 or B, 1, T, S), 1 = may attend, 0 = not; None if everything may.
 
-    The last query is at the position of the last key.
+    `before` and `after` are how far a query sees to either side, None: to the end. The last query
+    is at the position of the last key.
     """
     allow: Array | None = None
-    if attention.causal or attention.window is not None:
+    counted = valid_k_BS is not None and (before is not None or (after or 0) > 0)
+    if before is not None or after is not None:
         ahead_TS = np.arange(keys) - np.arange(keys - queries, keys)[:, None]
-        order_TS = ahead_TS <= 0 if attention.causal else np.ones(ahead_TS.shape, np.bool_)
-        if attention.window is not None and valid_k_BS is None:
-            order_TS &= np.abs(ahead_TS) < attention.window
+        order_TS = np.ones(ahead_TS.shape, np.bool_)
+        if after is not None and (after == 0 or not counted):
+            order_TS &= ahead_TS <= after
+        if before is not None and not counted:
+            order_TS &= ahead_TS >= -before
         allow = None if order_TS.all() else order_TS[None]
     pairs = [allow] if allow is not None else []
-    if attention.window is not None and valid_k_BS is not None:
+    if counted and valid_k_BS is not None:
         # Counted in real tokens: padding in between does not use up the window.
         place_BS = np.cumsum(valid_k_BS, axis=1)
         apart_BTS = place_BS[:, keys - queries :, None] - place_BS[:, None, :]
-        pairs.append(np.abs(apart_BTS) < attention.window)
+        if before is not None:
+            pairs.append(apart_BTS <= before)
+        if after is not None:
+            pairs.append(apart_BTS >= -after)
     if valid_q_BT is not None:
         pairs.append(valid_q_BT[:, :, None])
     if valid_k_BS is not None:

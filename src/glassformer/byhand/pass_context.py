@@ -32,10 +32,14 @@ class Workspace:
         """Return the next buffer in this shape; its contents are undefined."""
         index = self._next
         self._next = index + 1
-        if index == len(self._flat):
-            self._flat.append(np.empty(math.prod(shape), self.dtype))
-            self._view.append(self._flat[index].reshape(shape))
-        elif self._view[index].shape != shape:
+        return self.at(index, shape)
+
+    def at(self, index: int, shape: tuple[int, ...]) -> Array:
+        """Return the buffer of this number in this shape; its contents are undefined."""
+        while index >= len(self._flat):
+            self._flat.append(np.empty(0, self.dtype))
+            self._view.append(self._flat[-1])
+        if self._view[index].shape != shape:
             size = math.prod(shape)
             if self._flat[index].size < size:
                 # both references go first, so that old and new are never allocated at once

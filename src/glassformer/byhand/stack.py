@@ -329,8 +329,10 @@ class _Allows:
     def of(self, attention: spec.Attention) -> Array | None:
         kind = (attention.causal, attention.window)
         if kind not in self.made:
+            before = None if attention.window is None else attention.window - 1
             self.made[kind] = allow_of(
-                attention,
+                before=before,
+                after=0 if attention.causal else before,
                 queries=self.queries,
                 keys=self.past + self.queries,
                 dtype=self.dtype,
@@ -358,7 +360,8 @@ class _Allows:
         if memory_BSD is None:
             return None
         return allow_of(
-            spec.Attention(n_heads=1, causal=False),
+            before=None,
+            after=None,
             queries=self.queries,
             keys=memory_BSD.shape[1],
             dtype=self.dtype,

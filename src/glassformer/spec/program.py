@@ -814,12 +814,12 @@ def missing(made: Program, runs: Runs) -> tuple[str, ...]:
     """Return what an executor that runs `runs` lacks here, each once, with its first place."""
     found: dict[str, str] = {}
     for op in made.ops:
-        for lack in _lacks(op.kind, runs):
+        for lack in lacks(op.kind, runs):
             found.setdefault(lack, op.part)
     return tuple(f"{lack} ({part})" for lack, part in found.items())
 
 
-def _lacks(value: Any, runs: Runs) -> Iterator[str]:
+def lacks(value: Any, runs: Runs) -> Iterator[str]:
     """Yield what is not declared of a kind, or of a spec inside one."""
     cls = type(value)
     if cls not in runs:
@@ -834,7 +834,7 @@ def _lacks(value: Any, runs: Runs) -> Iterator[str]:
                 yield f"{cls.__name__} {one.name}={_short(held)}"
         elif isinstance(allowed := taken[one.name], _Any):
             if dataclasses.is_dataclass(held):
-                yield from _lacks(held, runs)
+                yield from lacks(held, runs)
         elif held not in allowed:
             yield f"{cls.__name__} {one.name}={_short(held)}"
 
