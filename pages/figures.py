@@ -217,7 +217,7 @@ def attention_picture() -> str:
     """The inside of that model's attention."""
     layer = outline(_smallest())[0].layers[0]
     part = next(part for part in layer.parts if part.kind == "attn")
-    return inside_picture(part, layer.block, _smallest(), style=True).svg()
+    return inside_picture(part, style=True).svg()
 
 
 def _smallest() -> ModelSpec:

@@ -5,16 +5,18 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 from typer.testing import CliRunner
 
 import glassformer as gf
 from glassformer.cli.main import app
 from glassformer.lens.show.diagram import Diagram, diagram
-from glassformer.lens.show.outline import outline
+from glassformer.lens.show.outline import model_lines, outline
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_parameters, manifest
 from glassformer.spec.model import ClassHead, NextHead
 from glassformer.spec.presets import PRESETS, preset
+from tests.strategies import model_specs
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = ("wide", "narrow")
@@ -45,6 +47,42 @@ def test_every_parameter_is_in_one_part(name):
         folded += sum(part.count for part in (*column.before, *column.after))
         folded += sum(layer.count * layer.parameters for layer in column.layers)
     assert folded == counted
+
+
+@given(model_specs())
+@settings(max_examples=40)
+def test_any_model_has_words_and_every_parameter(spec):
+    parts = [part for column in outline(spec, every_block=True) for part in column.parts()]
+    assert sorted(p.name for part in parts for p in part.parameters) == sorted(
+        p.name for p in manifest(spec)
+    )
+    first, second = model_lines(spec)
+    assert f"{count_parameters(spec):,} parameters" in first and second.startswith("parts: ")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words", "drawn"),
+    [
+        ("pre", "before each part", "nanf"),
+        ("post", "after each part", "anfn"),
+        ("sandwich", "before and after each part", "nannfn"),
+        ("output", "on each part's output", "anfn"),
+        ("parallel", "before each of two parallel parts", "nanf"),
+        ("parallel_shared", "before two parallel parts", "naf"),
+        ("pre_ffn", "before the feed-forward", "anf"),
+    ],
+)
+def test_where_the_norms_are_is_read_off_the_program(placement, words, drawn):
+    spec = preset("core")
+    run = spec.decoder.layers[0]
+    block = replace(run.block, placement=placement)
+    spec = replace(spec, decoder=replace(spec.decoder, layers=(replace(run, block=block),)))
+    assert f"Norm {words}, " in model_lines(spec)[1]
+    layer = outline(spec)[0].layers[0]
+    assert "".join(part.kind[0] for part in layer.parts) == drawn
+    assert ("both parts read its input" in diagram(spec).svg()) == placement.startswith("parallel")
+    on_stream = [part.on_stream for part in layer.parts if part.kind == "norm"]
+    assert all(on_stream) if placement == "post" else not any(on_stream)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

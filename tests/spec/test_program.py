@@ -46,6 +46,7 @@ from glassformer.spec.program import (
     Program,
     Rotate,
     Runs,
+    block_runs,
     listing,
     missing,
     program,
@@ -303,6 +304,18 @@ def test_blocks_that_differ_are_all_listed() -> None:
     assert "blocks.1 to 2: as blocks.0" in text
     assert "blocks.5 to 6: as blocks.4" in text
     assert len([line for line in text.splitlines() if " Attend " in line]) == 3
+
+
+def test_blocks_of_other_widths_differ() -> None:
+    spec = preset("qwen")
+    first = spec.decoder.layers[0]
+    wide = replace(first.block, ffn=SwiGLU(d_ff=2 * first.block.ffn.d_ff))
+    runs = (first, replace(first, count=2, block=wide))
+    mixed = replace(spec, decoder=replace(spec.decoder, layers=runs))
+    assert block_runs(program(mixed)) == [
+        ("blocks.0", "blocks.1", "blocks.2"),
+        ("blocks.3", "blocks.4"),
+    ]
 
 
 def test_experts_are_listed_once() -> None:

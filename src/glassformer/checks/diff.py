@@ -49,6 +49,7 @@ from glassformer.checks.foreign import config_of, number
 from glassformer.checks.measure import seeded
 from glassformer.checks.subject import Subject, subject_of
 from glassformer.spec.errors import InputError
+from glassformer.spec.program import Attend, program
 
 # B batch, T length, N heads, K key-value heads, H d_head
 
@@ -229,10 +230,9 @@ def _beyond_windows(
 def _windows(module: nn.Module, side: Subject) -> Iterator[int]:
     """Yield how many positions attention sees, where a model says that it does not see all."""
     if side.model is not None:
-        spec = side.model.spec
-        for block in spec.decoder.blocks():
-            if block.attention.window is not None:
-                yield block.attention.window
+        for op in program(side.model.spec).ops:
+            if isinstance(op.kind, Attend) and op.kind.before is not None:
+                yield op.kind.before + 1
     else:
         window = number(config_of(module), "sliding_window", "attention_window_size")
         if window is not None:

@@ -20,7 +20,8 @@ from glassformer.data.task import Task
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import duration
-from glassformer.lab.show import model_lines, training_lines
+from glassformer.lab.show import training_lines
+from glassformer.lens.show.outline import model_lines
 from glassformer.spec.disk import make_folder, replace_file, small_text
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.serialize import from_json, to_json

@@ -9,30 +9,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 from glassformer.lab.runs.table import RunTable
 from glassformer.lab.runs.table import runs as list_runs
-from glassformer.lens.show.outline import norm_name
+from glassformer.lens.show.outline import counted, model_lines
 from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError, nearest
-from glassformer.spec.manifest import count_active_parameters, count_parameters
-from glassformer.spec.model import (
-    MLP,
-    ALiBi,
-    Block,
-    FeedForward,
-    Learned,
-    ModelSpec,
-    MoE,
-    NoPosition,
-    Position,
-    RelativeBias,
-    Rotary,
-    Sinusoidal,
-    SwiGLU,
-)
-from glassformer.spec.own import OwnPosition, installed_parts, is_source
+from glassformer.spec.manifest import count_parameters
+from glassformer.spec.model import ModelSpec
+from glassformer.spec.own import installed_parts, is_source
 from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.program import listing, program
 from glassformer.spec.serialize import from_json, override, to_dict
@@ -263,45 +249,13 @@ def _cut(text: str, width: int) -> str:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def model_lines(model: ModelSpec) -> list[str]:
-    """Return a model's shape and parts in two lines of words."""
-    block = next(iter(model.decoder.blocks()))
-    total, used = count_parameters(model), count_active_parameters(model)
-    active = "" if used == total else f" ({used:,} used by a token)"
-    if model.encoder is None:
-        shape = f"{_count(model.n_layers, 'layer')}"
-        kind = "decoder" if block.attention.causal else "encoder"
-    else:
-        shape, kind = f"{model.encoder.n_layers} + {model.n_layers} layers", "encoder-decoder"
-    return [
-        f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
-        f"{_heads(block)}",
-        f"parts: {_ffn(block.ffn)}, {norm_name(block.norm)} "
-        f"{PLACEMENTS[block.placement]}, "
-        f"{_position(model.position)}; vocabulary {model.vocab_size:,}, "
-        f"up to {model.max_seq_len:,} tokens",
-    ]
-
-
-#: Where a block's norms are, in words.
-PLACEMENTS = {
-    "pre": "before each part",
-    "post": "after each part",
-    "sandwich": "before and after each part",
-    "output": "on each part's output",
-    "parallel": "before each of two parallel parts",
-    "parallel_shared": "before two parallel parts",
-    "pre_ffn": "before the feed-forward",
-}
-
-
 def training_lines(run: RunSpec) -> list[str]:
     """Return a run's training in a line of words, and what it starts from."""
     train, lines = run.train, []
     batches = "" if train.accumulate == 1 else f" x {train.accumulate}"
     precision = "" if train.precision == "float32" else f", {train.precision}"
     lines.append(
-        f"training: {_count(train.steps, 'step')} of {train.batch_size}{batches} examples, "
+        f"training: {counted(train.steps, 'step')} of {train.batch_size}{batches} examples, "
         f"{optimizer_name(train.optimizer)}, learning rate {train.lr:g}, seed {train.seed}"
         f"{precision}"
     )
@@ -313,50 +267,6 @@ def training_lines(run: RunSpec) -> list[str]:
             which = f"{count:,} parameters (LoRA of rank {lora.rank})"
         lines.append(f"starts from: {run.tuning.base}; trains {which}")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _heads(block: Block) -> str:
-    attention = block.attention
-    groups = attention.n_kv_heads
-    shared = "" if groups in (None, attention.n_heads) else f" ({groups} for keys and values)"
-    return f"{_count(attention.n_heads, 'head')}{shared}"
-
-
-def _ffn(ffn: FeedForward) -> str:
-    match ffn:
-        case MLP():
-            return f"feed-forward {ffn.d_ff} ({ffn.activation})"
-        case SwiGLU():
-            return f"feed-forward {ffn.d_ff} ({'SwiGLU' if ffn.activation == 'silu' else 'GeGLU'})"
-        case MoE():
-            chosen = f"{ffn.experts_per_token} of {_count(ffn.n_experts, 'expert')}"
-            return f"{chosen}, each {_ffn(ffn.expert)}"
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _position(position: Position) -> str:
-    match position:
-        case Rotary():
-            return "rotary positions"
-        case Learned():
-            return "learned positions"
-        case Sinusoidal():
-            return "sinusoidal positions"
-        case ALiBi():
-            return "linear biases for positions (ALiBi)"
-        case RelativeBias():
-            return "learned biases by distance (T5)"
-        case NoPosition():
-            return "no positions"
-        case OwnPosition():
-            return f"positions of your own ({position.source})"
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 def toml_text(settings: Mapping[str, Any]) -> str:

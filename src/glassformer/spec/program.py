@@ -960,22 +960,31 @@ def _repeated(made: Program) -> dict[int, str]:
         if found and expert != "0":
             left = mixture.rpartition("blocks.")[2].partition(".")[2]
             notes[number] = f"{left}.experts.1 and on: as {left}.experts.0"
-    shapes = {block: _shape(made, numbers, block) for block, numbers in blocks.items()}
-    same: dict[str, list[str]] = {}  # the first of a run of equal blocks, and those after it
-    first = ""
-    for block, shape in shapes.items():
-        stack = block.rpartition("blocks.")[0]
-        if first and shapes[first] == shape and first.rpartition("blocks.")[0] == stack:
-            same[first].append(block)
-        else:
-            first, same[block] = block, []
-    for first, others in same.items():
+    for first, *others in block_runs(made):
         if others:
             last = others[-1].rpartition(".")[2]
             span = others[0] if len(others) == 1 else f"{others[0]} to {last}"
             for number in (number for block in others for number in blocks[block]):
                 notes[number] = f"{span}: as {first}"
     return notes
+
+
+def block_runs(made: Program) -> list[tuple[str, ...]]:
+    """Return the names of the blocks, those together that follow each other and are equal."""
+    blocks: dict[str, list[int]] = {}
+    for number, op in enumerate(made.ops):
+        if (block := _block_of(op)) != "":
+            blocks.setdefault(block, []).append(number)
+    runs: list[tuple[str, ...]] = []
+    before: object = None
+    for block, numbers in blocks.items():
+        shape = (block.rpartition("blocks.")[0], _shape(made, numbers, block))
+        if shape == before:
+            runs[-1] = (*runs[-1], block)
+        else:
+            runs.append((block,))
+        before = shape
+    return runs
 
 
 def _shape(made: Program, numbers: list[int], block: str) -> tuple[object, ...]:
@@ -985,7 +994,16 @@ def _shape(made: Program, numbers: list[int], block: str) -> tuple[object, ...]:
     def short(name: str | None) -> str:
         return "x" if name == given else (name or "").removeprefix(f"{block}.")
 
+    def width(op: Op) -> int:
+        return 0 if op.writes is None else made.values[op.writes].width
+
     return tuple(
-        (op.kind, short(op.writes), short(op.memory), *map(short, (*op.reads, *op.weights)))
+        (
+            op.kind,
+            width(op),
+            short(op.writes),
+            short(op.memory),
+            *map(short, (*op.reads, *op.weights)),
+        )
         for op in (made.ops[number] for number in numbers)
     )

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never, get_args
 
 from glassformer.lens.show.html import escape_line
-from glassformer.lens.show.outline import Kind, Part, ffn_words, format_count, norm_name
-from glassformer.spec.errors import InputError
-from glassformer.spec.model import (
-    MLP,
-    ALiBi,
-    Attention,
-    Block,
-    FeedForward,
-    ModelSpec,
-    MoE,
-    RelativeBias,
-    SwiGLU,
-    rotary_of,
+from glassformer.lens.show.outline import (
+    ACTIVATIONS,
+    Attending,
+    Dense,
+    Kind,
+    Mixture,
+    Part,
+    dense_words,
+    format_count,
+    gate_name,
+    norm_name,
 )
+from glassformer.spec.errors import InputError
+from glassformer.spec.model import ALiBi, RelativeBias
+from glassformer.spec.program import Activate, Attend, Gate, Norm
 
 #: Colours of the explorer, light and dark: the same hue means the same kind of part everywhere.
 _COLOURS = {
@@ -38,11 +39,8 @@ _COLOURS = {
     "head": ("#b4490f", "#ffa366"),
 }
 
-ACTIVATIONS = {
-    "relu": "ReLU: max(0, x)",
-    "silu": "SiLU: x sigmoid(x)",
-    "relu2": "ReLU²: max(0, x)²",
-}
+#: The formula of an activation, where it is short.
+FORMULAS = {"relu": ": max(0, x)", "silu": ": x sigmoid(x)", "relu2": ": max(0, x)²"}
 
 
 def _style() -> str:
@@ -148,11 +146,10 @@ def _title(words: str, count: int) -> list[Element]:
     return [text(0, 14, words, kind="big"), number]
 
 
-def inside_attention(part: Part, attention: Attention, model: ModelSpec) -> tuple[Element, float]:
+def _inside_attention(part: Part, inside: Attending) -> tuple[Element, float]:
     """Draw projections, heads, mask and output of one attention; also return its height."""
-    D, H = model.d_model, attention.head_width(model.d_model)
-    N, K = attention.n_heads, attention.kv_heads
-    cross = part.kind == "cross"
+    D, H = inside.d_model, inside.d_head
+    N, K = inside.op.heads, inside.op.kv_heads
     drawn = _title(f"Inside {part.title.lower()}", part.count)
     third = (INSIDE - 24) / 3
     columns = (
@@ -170,14 +167,13 @@ def inside_attention(part: Part, attention: Attention, model: ModelSpec) -> tupl
         drawn += _squares(x, y + 74, heads, third)
         drawn.append(path(f"M{x + 6:g} {y + 90:g}v20"))
         drawn.append(down_tip(x + 6, y + 114))
-        treated = _treatment(attention, model, letter, cross=cross)
-        drawn.append(text(x + 16, y + 104, treated))
+        treated = (norm_name(op) if isinstance(op, Norm) else "rotated" for op in inside.treated)
+        drawn.append(text(x + 16, y + 104, "" if letter == "v" else ", ".join(treated)))
     y += 114
     drawn.append(rect(0, y, INSIDE, 104, "box"))
-    drawn += _mask(attention, 12, y + 12, 80)
-    words = _score_words(attention, model, H, cross=cross)
-    for number, (words_, kind) in enumerate(words):
-        drawn.append(text(108, y + 24 + 20 * number, short(words_, INSIDE - 116), kind=kind))
+    drawn += _mask(inside.op, 12, y + 12, 80)
+    for number, (words, kind) in enumerate(_score_words(inside)):
+        drawn.append(text(108, y + 24 + 20 * number, short(words, INSIDE - 116), kind=kind))
     y += 104
     drawn.append(path(f"M6 {y:g}v12"))
     drawn.append(down_tip(6, y + 16))
@@ -197,56 +193,48 @@ def _squares(x: float, y: float, heads: int, width: float) -> list[Element]:
     return [*drawn, text(x + 16 * (most - 3) + 2, y + 10, f"… {heads}")]
 
 
-def _treatment(attention: Attention, model: ModelSpec, letter: str, *, cross: bool) -> str:
-    """Return what happens to queries and keys before they are compared."""
-    if letter == "v":
-        return ""
-    words = [] if attention.qk_norm is None else [norm_name(attention.qk_norm)]
-    if rotary_of(attention, model.position) is not None and not cross:
-        words.append("rotated")
-    if attention.qk_norm_last:
-        words.reverse()
-    return ", ".join(words)
-
-
-def _score_words(
-    attention: Attention, model: ModelSpec, H: int, *, cross: bool
-) -> list[tuple[str, str]]:
-    scores = f"Q · K / √{H}" if attention.scale is None else f"{attention.scale:g} Q · K"
-    if attention.softcap is not None:
-        scores = f"{attention.softcap:g} tanh({scores} / {attention.softcap:g})"
-    bias = " - slope · distance" if isinstance(model.position, ALiBi) and not cross else ""
-    bias = " + bias by distance" if isinstance(model.position, RelativeBias) and not cross else bias
-    sink = ", with a sink" if attention.sinks else ""
-    if cross:
+def _score_words(inside: Attending) -> list[tuple[str, str]]:
+    op, H = inside.op, inside.d_head
+    scores = f"Q · K / √{H}" if op.scale == H**-0.5 else f"{op.scale:g} Q · K"
+    if op.softcap is not None:
+        scores = f"{op.softcap:g} tanh({scores} / {op.softcap:g})"
+    match inside.bias:
+        case ALiBi():
+            scores += " - slope · distance"
+        case RelativeBias():
+            scores += " + bias by distance"
+        case None:
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
+    if inside.crossing:
         sees = "every position sees the whole source"
-    elif attention.window is not None:
-        sides = "itself and those before it" if attention.causal else "on each side"
-        sees = f"a position sees {attention.window:,} tokens: {sides}"
+    elif op.before is not None:
+        sides = "itself and those before it" if op.after == 0 else "on each side"
+        sees = f"a position sees {op.before + 1:,} tokens: {sides}"
+    elif op.after == 0:
+        sees = "a position sees itself and those before it"
     else:
-        sees = (
-            "a position sees itself and those before it"
-            if attention.causal
-            else ("every position sees every other")
-        )
+        sees = "every position sees every other"
+    sink = ", with a sink" if inside.sinks else ""
     return [
-        (f"scores = {scores}{bias}", "name"),
+        (f"scores = {scores}", "name"),
         (sees, ""),
         (f"weights = softmax of each row of scores{sink}", "name"),
         ("each head: weights · V", "name"),
     ]
 
 
-def _mask(attention: Attention, x: float, y: float, side: float) -> list[Element]:
+def _mask(op: Attend, x: float, y: float, side: float) -> list[Element]:
     """Draw who may attend to whom: rows attend to columns."""
     cells = 7
     step = side / cells
-    window = cells if attention.window is None else 3  # a window of any width is drawn as 3
+    window = cells if op.before is None else 3  # a window of any width is drawn as 3
     drawn = []
     for row in range(cells):
         for column in range(cells):
             behind = row - column
-            allowed = (not attention.causal or behind >= 0) and abs(behind) < window
+            allowed = (op.after != 0 or behind >= 0) and abs(behind) < window
             kind = "solid" if allowed else "faint"
             drawn.append(
                 rect(x + column * step, y + row * step, step - 1.5, step - 1.5, kind, round_=1.5)
@@ -254,34 +242,18 @@ def _mask(attention: Attention, x: float, y: float, side: float) -> list[Element
     return drawn
 
 
-def inside_ffn(part: Part, ffn: FeedForward, model: ModelSpec) -> tuple[Element, float]:
-    """Draw the widths of a feed-forward, or a router and its experts; also return the height."""
-    drawn = _title(f"Inside the {part.title.lower()}", part.count)
-    y = 28.0
-    match ffn:
-        case MLP() | SwiGLU():
-            more, y = _funnel(ffn, model.d_model, y)
-            drawn += more
-        case MoE():
-            more, y = _experts(ffn, model.d_model, y, part)
-            drawn += more
-        case _ as unreachable:
-            assert_never(unreachable)
-    return Element("g", {"class": "ffn"}, tuple(drawn)), y
-
-
-def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
+def _funnel(inside: Dense, y: float) -> tuple[list[Element], float]:
     """Draw D, d_ff and D numbers as bars to one scale, and the matrices between them."""
-    F = ffn.d_ff
+    D, F = inside.d_model, inside.d_ff
     unit = INSIDE / max(D, F)
     narrow, wide, middle = max(36.0, D * unit), max(36.0, F * unit), INSIDE / 2
-    match ffn:
-        case MLP():
-            up, act = f"up: {D} → {F:,}", ACTIVATIONS.get(ffn.activation, "GELU")
-        case SwiGLU():
-            silu = ffn.activation == "silu"
-            act = "SwiGLU: silu(gate) × up" if silu else "GeGLU: gelu(gate) × up"
-            act += "" if ffn.clamp is None else f", within ±{ffn.clamp.limit:g}"
+    match inside.act:
+        case Activate(function=function):
+            up, act = f"up: {D} → {F:,}", ACTIVATIONS[function] + FORMULAS.get(function, "")
+        case Gate(function=function, limit=limit):
+            gated = "silu" if function == "silu" else "gelu"
+            act = f"{gate_name(inside.act)}: {gated}(gate) × up"
+            act += "" if limit is None else f", within ±{limit:g}"
             up = f"gate and up: {D} → {F:,} each"
         case _ as unreachable:
             assert_never(unreachable)
@@ -306,9 +278,9 @@ def _funnel(ffn: MLP | SwiGLU, D: int, y: float) -> tuple[list[Element], float]:
     return drawn, y + 146
 
 
-def _experts(ffn: MoE, D: int, y: float, part: Part) -> tuple[list[Element], float]:
+def _experts(inside: Mixture, part: Part, y: float) -> tuple[list[Element], float]:
     """Draw the router, a square for each expert, and those that one token goes to."""
-    k, E = ffn.experts_per_token, ffn.n_experts
+    k, E, D = inside.route.chosen, inside.n_experts, inside.d_model
     drawn = [
         rect(0, y, INSIDE, TALL, "box"),
         text(12, y + 19, "Router", kind="name"),
@@ -329,33 +301,39 @@ def _experts(ffn: MoE, D: int, y: float, part: Part) -> tuple[list[Element], flo
     more = f" ({shown} of {E} are drawn)" if shown < E else ""
     drawn.append(text(0, y + 4, f"one token's {k} of {E} experts, for example{more}"))
     y += 16
-    if ffn.shared is not None:
-        gate = ", times a gate" if ffn.shared_gate else ""
-        words = f"and the shared one, {ffn_words(ffn.shared, D)[1]}{gate}"
+    if inside.shared is not None:
+        gate = ", times a gate" if inside.shared_gate else ""
+        words = f"and the shared one, {dense_words(inside.shared)}{gate}"
         drawn.append(text(0, y + 4, words))
         y += 16
     each = sum(p.size for p in part.parameters if p.expert == 0)
     drawn.append(text(0, y + 8, "Each expert", kind="name"))
     drawn.append(text(INSIDE, y + 8, format_count(each), kind="number", anchor="end"))
-    funnel, bottom = _funnel(ffn.expert, D, 0)
+    funnel, bottom = _funnel(inside.expert, 0)
     drawn.append(Element("g", {"transform": f"translate(0 {y + 18:g})"}, tuple(funnel)))
     return drawn, y + 18 + bottom
 
 
-def inside_picture(part: Part, block: Block, model: ModelSpec, *, style: bool = False) -> Element:
-    """Return the inside of an attention or a feed-forward as a picture of its own."""
-    match part.kind:
-        case "cross":
-            assert block.cross is not None
-            drawn, height = inside_attention(part, block.cross, model)
-        case "attn":
-            drawn, height = inside_attention(part, block.attention, model)
-        case "ffn":
-            drawn, height = inside_ffn(part, block.ffn, model)
-        case "embed" | "position" | "norm" | "head":
+def inside_of(part: Part) -> tuple[Element, float]:
+    """Draw the inside of an attention or a feed-forward; also return its height."""
+    match part.inside:
+        case Attending() as inside:
+            return _inside_attention(part, inside)
+        case Dense() as inside:
+            drawn, bottom = _funnel(inside, 28.0)
+        case Mixture() as inside:
+            drawn, bottom = _experts(inside, part, 28.0)
+        case None:
             raise InputError(f"nothing is drawn inside a part of the kind '{part.kind}'")
         case _ as unreachable:
             assert_never(unreachable)
+    title = _title(f"Inside the {part.title.lower()}", part.count)
+    return Element("g", {"class": "ffn"}, (*title, *drawn)), bottom
+
+
+def inside_picture(part: Part, *, style: bool = False) -> Element:
+    """Return the inside of an attention or a feed-forward as a picture of its own."""
+    drawn, height = inside_of(part)
     pad, width, tall = 14 if style else 2, INSIDE, height + 6
     box = f"{-pad} {-pad if style else 0} {width + 2 * pad} {tall + (2 * pad if style else 0):g}"
     props = {

@@ -16,8 +16,7 @@ from glassformer.lens.show.block_picture import (
     TALL,
     Element,
     down_tip,
-    inside_attention,
-    inside_ffn,
+    inside_of,
     path,
     rect,
     short,
@@ -129,22 +128,12 @@ class _Pen:
         """Draw a block in its frame."""
         top = self.y
         self.stream(34)
-        if layer.block.placement == "post":
-            for first, second in zip(layer.parts[::2], layer.parts[1::2], strict=True):
-                self.sublayer((first,))
-                self.stream(_GAP)
-                self.box(second, branched=False)
+        for branch in layer.branches:
+            self.sublayer([part for part in branch if not part.on_stream])
+            self.stream(_GAP)
+            for part in (part for part in branch if part.on_stream):
+                self.box(part, branched=False)
                 self.stream(_GAP - 4)
-        else:
-            size, begin = 3 if layer.block.placement == "sandwich" else 2, 0
-            if layer.block.placement == "pre_ffn":  # the attention has no norm
-                self.sublayer(layer.parts[:1])
-                self.stream(_GAP)
-                begin = 1
-            while begin < len(layer.parts):
-                self.sublayer(layer.parts[begin : begin + size])
-                self.stream(_GAP)
-                begin += size
         bottom = self.y
         first_x, last_x = sorted((self.x(6), self.x(WIDTH - 18)))
         width = last_x - first_x
@@ -154,7 +143,7 @@ class _Pen:
         self.lines.insert(len(shift), rect(first_x, top, width, bottom - top, "paper"))
         self.lines.insert(len(shift) + 1, rect(first_x, top, width, bottom - top, "frame"))
         name = f"Block {layer.first}" if layer.count == 1 else f"Block  × {layer.count}"
-        if layer.block.placement.startswith("parallel"):
+        if layer.together:
             name += ", both parts read its input"
         inset = 24 if self.flip else 58
         self.drawn.append(text(first_x + inset - 10, top + 19, name, kind="name"))
@@ -193,8 +182,12 @@ def _column(pen: _Pen, column: Column, model: ModelSpec) -> None:
     embed, *placed = column.before
     pen.box(embed, branched=False)
     for part in placed:
-        pen.stream(_GAP - 6)
-        _added(pen, part)
+        if part.kind == "norm":
+            pen.stream(_GAP)
+            pen.box(part, branched=False)
+        else:
+            pen.stream(_GAP - 6)
+            _added(pen, part)
     pen.stream(_GAP)
     _shape(pen, f"residual stream: {length} × {model.d_model}")
     for number, layer in enumerate(column.layers):
@@ -249,11 +242,13 @@ def _tokens(pen: _Pen, title: str, note: str) -> None:
 
 
 def _added(pen: _Pen, part: Part) -> None:
-    """Draw positions: a box beside the stream whose rows are added to it."""
+    """Draw positions: a box beside the stream; its rows are added, unless they are for scores."""
     x, top = pen.x(_STREAM), pen.y
     middle = top + TALL / 2
     pen.box(part, branched=True)
     pen.lines.append(path(f"M{x:g} {top:g}V{pen.y:g}", "stream"))
+    if not part.on_stream:
+        return
     near, far = pen.x(_STREAM + 14), pen.x(_BRANCH)
     pen.lines.append(path(f"M{far:g} {middle:g}H{near:g}"))
     bottom, pen.y = pen.y, middle
@@ -461,10 +456,8 @@ class Diagram:
 
     def _insides(self, column: Column) -> list[tuple[Element, float]]:
         """Return the insides of the first block's last attention and feed-forward."""
-        layer = column.layers[0]
-        parts = {part.kind: part for part in layer.parts}
-        attention = inside_attention(parts["attn"], layer.block.attention, self.spec)
-        return [attention, inside_ffn(parts["ffn"], layer.block.ffn, self.spec)]
+        parts = {part.kind: part for part in column.layers[0].parts}
+        return [inside_of(parts["attn"]), inside_of(parts["ffn"])]
 
     def _narrow(self, columns: Sequence[Column], x: float, y: float) -> tuple[list[Element], float]:
         """Draw the stacks one under the other."""

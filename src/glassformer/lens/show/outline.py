@@ -1,51 +1,89 @@
-"""What a model is made of, in the order of the computation: parts with words and parameters.
+"""What a model is made of, read off its program: parts in the order of the computation, in words.
 
 The diagram draws this list, the explorer's Model page and `print` show it. A part's parameters are
 the manifest's: those whose names begin with the part's key.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from glassformer.spec.manifest import Parameter, is_tied, manifest
-from glassformer.spec.model import (
-    MLP,
-    ALiBi,
-    AnswerHead,
-    Attention,
-    Block,
-    ClassHead,
-    FactorizedEmbedding,
-    FeedForward,
-    LayerNorm,
-    Learned,
-    MaskedHead,
-    ModelSpec,
-    MoE,
-    NextHead,
-    NoPosition,
-    Norm,
-    PlainEmbedding,
-    RelativeBias,
-    RMSNorm,
-    Rotary,
-    ScaledEmbedding,
-    Sinusoidal,
-    Stack,
-    StateHead,
-    SwiGLU,
-    VectorHead,
-    rotary_of,
+from glassformer.spec.manifest import (
+    Parameter,
+    count_active_parameters,
+    count_parameters,
+    manifest,
 )
+from glassformer.spec.model import ALiBi, ModelSpec, RelativeBias, Sinusoidal
 from glassformer.spec.own import OwnPosition
+from glassformer.spec.program import (
+    Activate,
+    Add,
+    AddRows,
+    Attend,
+    Bias,
+    Embed,
+    Gate,
+    Linear,
+    Norm,
+    Op,
+    Program,
+    ReadOut,
+    Rotate,
+    Route,
+    block_runs,
+    program,
+)
 
 Kind = Literal["embed", "position", "norm", "attn", "cross", "ffn", "head"]
+
+# --- what an outline says -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attending:
+    """The inside of an attention.
+
+    `treated` is what happens to queries and keys before their scores, `bias` what is added to the
+    scores; a crossing one reads the encoder.
+    """
+
+    d_model: int
+    d_head: int
+    op: Attend
+    treated: tuple[Norm | Rotate, ...]
+    bias: ALiBi | RelativeBias | None
+    sinks: bool
+    crossing: bool
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The inside of a feed-forward: its widths, and its activation or its gate."""
+
+    d_model: int
+    d_ff: int
+    act: Activate | Gate
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The inside of a mixture of experts: its router, an expert, and the shared one."""
+
+    d_model: int
+    n_experts: int
+    route: Route
+    expert: Dense
+    shared: Dense | None
+    shared_gate: bool
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model: `key` is the prefix of its parameters' names, `note` a line on it."""
+    """One part of a model: `key` is the prefix of its parameters' names, `note` a line on it.
+
+    A part `on_stream` writes the residual stream itself; others branch off it.
+    """
 
     key: str
     kind: Kind
@@ -53,6 +91,8 @@ class Part:
     note: str
     parameters: tuple[Parameter, ...] = ()
     tied: str = ""
+    on_stream: bool = False
+    inside: Attending | Dense | Mixture | None = None
 
     @property
     def count(self) -> int:
@@ -62,13 +102,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """Equal blocks that are drawn once: the first layer's parts, and how many layers there are."""
+    """Equal blocks that are drawn once: the first one's branches, and how many blocks there are.
+
+    A branch is a sublayer with its norms. `together`: every branch reads the block's input.
+    """
 
     prefix: str
     first: int
     count: int
-    block: Block
-    parts: tuple[Part, ...]
+    branches: tuple[tuple[Part, ...], ...]
+    together: bool
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of every branch, in order."""
+        return tuple(part for branch in self.branches for part in branch)
 
     @property
     def parameters(self) -> int:
@@ -93,255 +141,347 @@ class Column:
         yield from self.after
 
 
-class _Owned:
-    """The parameters of a model by the part that owns them; `keys` are prefixes of names."""
-
-    def __init__(self, model: ModelSpec) -> None:
-        self._by: dict[str, list[Parameter]] = {}
-        for parameter in manifest(model):
-            words = parameter.name.split(".")
-            for length in range(1, len(words)):
-                self._by.setdefault(".".join(words[:length]), []).append(parameter)
-
-    def __call__(self, key: str) -> tuple[Parameter, ...]:
-        return tuple(self._by.get(key, ()))
+# --- reading it off the program -------------------------------------------------------------------
 
 
 def outline(model: ModelSpec, *, every_block: bool = False) -> tuple[Column, ...]:
     """List the parts of a model: a column for a decoder, two for an encoder-decoder."""
-    owned = _Owned(model)
-    columns = []
-    for prefix, stack in model.stacks().items():
-        before = [*_before(model, prefix, owned), *_types_and_norm(model, stack, prefix, owned)]
-        layers = _layers(model, prefix, stack, owned, every_block=every_block)
-        after = []
-        if stack.final_norm is not None:
-            key = f"{prefix}final_norm"
-            note = _norm_note(stack.final_norm)
-            title = f"Final {norm_name(stack.final_norm)}"
-            after.append(Part(key, "norm", title, note, owned(key)))
-        if prefix != "encoder.":
-            after += [_head_part(model, name, owned) for name in model.head_names()]
-        columns.append(Column(prefix, tuple(before), tuple(layers), tuple(after)))
-    return tuple(columns)
+    reader = _Reader(model)
+    return tuple(reader.column(prefix, every_block=every_block) for prefix in model.stacks())
 
 
-def _before(model: ModelSpec, prefix: str, owned: _Owned) -> Iterator[Part]:
-    key, D = f"{prefix}embed", model.d_model
-    vocab = model.source_vocab if prefix == "encoder." else model.vocab_size
-    match model.embedding:
-        case PlainEmbedding():
-            note = f"one row of {vocab:,} × {D} for each token"
-        case ScaledEmbedding():
-            factor = model.embedding.factor
-            times = f"√{D}" if factor is None else f"{factor:g}"
-            note = f"one row of {vocab:,} × {D}, times {times}"
-        case FactorizedEmbedding(rank=rank):
-            note = f"{vocab:,} × {rank} times {rank} × {D}"
-        case _ as unreachable:
-            assert_never(unreachable)
-    tied = "the encoder's table" if prefix == "decoder." and model.share_embedding else ""
-    yield Part(key, "embed", "Token embedding", note, owned(key), tied)
-    yield from _positions(model, f"{prefix}position", owned)
-    if isinstance(model.position, RelativeBias):
-        note = f"by {model.position.buckets} ranges of distance, for the scores of every layer"
-        key = f"{prefix}relative"
-        yield Part(key, "position", "Relative position biases", note, owned(key))
+class _Reader:
+    """Groups the operations of a program by the part in which they stand."""
 
+    def __init__(self, model: ModelSpec) -> None:
+        self.made: Program = program(model)
+        self.writers = {op.writes: op for op in self.made.ops if op.writes is not None}
+        self.groups: dict[str, list[Op]] = {}
+        for op in self.made.ops:
+            if (key := _key(op)) is not None:
+                self.groups.setdefault(key, []).append(op)
+        self.owned: dict[str, list[Parameter]] = {}
+        self.named: dict[str, Parameter] = {}
+        for parameter in manifest(model):
+            self.named[parameter.name] = parameter
+            words = parameter.name.split(".")
+            for length in range(1, len(words)):
+                self.owned.setdefault(".".join(words[:length]), []).append(parameter)
+        self.runs = block_runs(self.made)
+        self.rotates = any(isinstance(op.kind, Rotate) for op in self.made.ops)
 
-def _positions(model: ModelSpec, key: str, owned: _Owned) -> Iterator[Part]:
-    """Yield what is added to the embedding; rotary positions and ALiBi act in the attention."""
-    match model.position:
-        case Learned():
-            note = f"a learned row for each of {model.max_seq_len:,} positions"
-            yield Part(key, "position", "Learned positions", note, owned(key))
-        case Sinusoidal():
-            yield Part(key, "position", "Sinusoidal positions", "sines and cosines, not learned")
-        case OwnPosition(class_name=name):
-            yield Part(key, "position", f"Positions: {name}", "a part of yours", owned(key))
-        case Rotary() | ALiBi() | RelativeBias() | NoPosition():
-            pass
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _types_and_norm(model: ModelSpec, stack: Stack, prefix: str, owned: _Owned) -> Iterator[Part]:
-    """Yield what is added for the kind of a token, and the norm before the first block."""
-    if model.token_types:
-        key, note = f"{prefix}token_type", f"a learned row for each of {model.token_types} kinds"
-        yield Part(key, "position", "Token types", note, owned(key))
-    if stack.embed_norm is not None:
-        key, title = f"{prefix}embed_norm", f"Embedding {norm_name(stack.embed_norm)}"
-        yield Part(key, "norm", title, _norm_note(stack.embed_norm), owned(key))
-
-
-def _layers(
-    model: ModelSpec, prefix: str, stack: Stack, owned: _Owned, *, every_block: bool
-) -> Iterator[Layer]:
-    first = 0
-    for run in _runs(stack):
-        for count in [1] * run[0] if every_block else [run[0]]:
-            at = f"{prefix}blocks.{first}"
-            parts = tuple(_block_parts(model, run[1], at, owned, encoder=prefix == "encoder."))
-            yield Layer(prefix, first, count, run[1], parts)
-            first += count
-
-
-def _runs(stack: Stack) -> list[tuple[int, Block]]:
-    """Merge neighbouring runs of equal blocks."""
-    runs: list[tuple[int, Block]] = []
-    for run in stack.layers:
-        if runs and runs[-1][1] == run.block:
-            runs[-1] = (runs[-1][0] + run.count, run.block)
-        else:
-            runs.append((run.count, run.block))
-    return runs
-
-
-def _block_parts(
-    model: ModelSpec, block: Block, at: str, owned: _Owned, *, encoder: bool
-) -> Iterator[Part]:
-    """Yield norm and sublayer, in the order of the computation."""
-    title = "Self-attention"
-    subs: list[tuple[str, Kind, str, str]] = [
-        ("attn", "attn", title, _attention_note(block.attention, model)),
-    ]
-    if block.cross is not None:
-        note = _heads_note(block.cross, model.d_model)
-        subs.append(("cross", "cross", "Cross-attention", f"{note}; reads the encoder"))
-    subs.append(("ffn", "ffn", *ffn_words(block.ffn, model.d_model)))
-    for leaf, kind, name, note in subs:
-        norm_key = f"{at}.{leaf}_norm"
-        norm = Part(
-            norm_key, "norm", norm_name(block.norm), _norm_note(block.norm), owned(norm_key)
+    def column(self, prefix: str, *, every_block: bool) -> Column:
+        """Read one stack; the heads belong to the last."""
+        source = prefix == "encoder."
+        stream = self.stream(prefix)
+        outside = [
+            (key, ops)
+            for key, ops in self.groups.items()
+            if ops[0].layer is None and key.startswith("encoder.") == source
+        ]
+        heads = (
+            () if source else tuple(self.head(key[6:], ops) for key, ops in outside if _heads(key))
         )
-        part = Part(f"{at}.{leaf}", kind, name, note, owned(f"{at}.{leaf}"))
-        post_key = f"{at}.{leaf}_post_norm"
-        after = Part(
-            post_key, "norm", norm_name(block.norm), _norm_note(block.norm), owned(post_key)
+        single = [self.part(key, ops, stream) for key, ops in outside if not _heads(key)]
+        last = f"{prefix}final_norm"
+        before = tuple(part for part in single if part.key != last)
+        after = tuple(part for part in single if part.key == last)
+        layers: list[Layer] = []
+        for run in (run for run in self.runs if run[0].startswith(f"{prefix}blocks.")):
+            for names in [(name,) for name in run] if every_block else [run]:
+                layers.append(self.layer(prefix, names, stream))
+        return Column(prefix, before, tuple(layers), (*after, *heads))
+
+    def stream(self, prefix: str) -> frozenset[str]:
+        """Return the values of the residual stream: those that lead to a stack's last state."""
+        found: set[str] = set()
+        value = self.made.hidden
+        if prefix == "encoder.":
+            value = next(
+                op.writes
+                for op in reversed(self.made.ops)
+                if op.part.startswith(prefix) and op.writes is not None
+            )
+        while value in self.writers:
+            found.add(value)
+            value = self.writers[value].reads[0]
+        return frozenset(found)
+
+    def layer(self, prefix: str, names: Sequence[str], stream: frozenset[str]) -> Layer:
+        """Read equal blocks: the parts of the first, by the sublayer to which they belong."""
+        at = f"{names[0]}."
+        branches: dict[str, list[Part]] = {}
+        begins: dict[str, str] = {}  # what the first operation of a branch reads
+        for key, ops in self.groups.items():
+            if key.startswith(at):
+                name = key.removeprefix(at).partition("_")[0]
+                branches.setdefault(name, []).append(self.part(key, ops, stream))
+                begins.setdefault(name, ops[0].reads[0])
+        sums = {
+            op.writes
+            for op in self.made.ops
+            if op.writes in stream
+            and op.part.startswith(at.removesuffix("."))
+            and op.layer is not None
+        }
+        *others, last = begins.values()
+        return Layer(
+            prefix=prefix,
+            first=int(names[0].rpartition(".")[2]),
+            count=len(names),
+            branches=tuple(map(tuple, branches.values())),
+            together=bool(others) and last not in sums,
         )
-        match block.placement:
-            case "pre" | "parallel":
-                yield from (norm, part)
-            case "post" | "output":
-                yield from (part, norm)
-            case "sandwich":
-                yield from (norm, part, after)
-            case "parallel_shared":
-                yield from (norm, part) if leaf == "attn" else (part,)
-            case "pre_ffn":
-                yield from (part,) if leaf == "attn" else (norm, part)
-            case _ as unreachable:
-                assert_never(unreachable)
+
+    def part(self, key: str, ops: Sequence[Op], stream: frozenset[str]) -> Part:
+        """Read one part: its kind by its name, its words by its operations."""
+        leaf = key.rpartition(".")[2]
+        first = ops[0].kind
+        kind: Kind
+        inside: Attending | Dense | Mixture | None = None
+        tied = ""
+        match leaf:
+            case "attn" | "cross":
+                kind = "attn" if leaf == "attn" else "cross"
+                inside = self.attention(ops)
+                title = "Self-attention" if leaf == "attn" else "Cross-attention"
+                note = self.attention_note(inside)
+            case "ffn":
+                kind, inside = "ffn", self.feed_forward(key, ops)
+                title, note = _inside_words(inside)
+            case "embed":
+                kind, title, note = "embed", "Token embedding", self.embedding_note(ops)
+                tied = "" if ops[0].weights[0].startswith(f"{key}.") else "the encoder's table"
+            case _ if isinstance(first, Norm):
+                kind, title, note = "norm", norm_name(first), _norm_note(ops[0])
+                where = {"embed_norm": "Embedding ", "final_norm": "Final "}
+                title = f"{where.get(leaf, '')}{title}"
+            case _:
+                kind = "position"
+                title, note = self.position_words(ops[0])
+        return Part(
+            key,
+            kind,
+            title,
+            note,
+            tuple(self.owned.get(key, ())),
+            tied,
+            on_stream=ops[-1].writes in stream,
+            inside=inside,
+        )
+
+    def rows(self, op: Op) -> tuple[int, int]:
+        """Return the sizes of the table that an operation reads."""
+        rows, columns = self.named[op.weights[0]].shape
+        return rows, columns
+
+    def embedding_note(self, ops: Sequence[Op]) -> str:
+        """Say how a token becomes a row: looked up, scaled, or by two factors."""
+        vocab, width = self.rows(ops[0])
+        if len(ops) > 1:
+            return f"{vocab:,} × {width} times {width} × {self.width(ops[-1].writes)}"
+        note, embed = f"one row of {vocab:,} × {width}", ops[0].kind
+        assert isinstance(embed, Embed)
+        if embed.scale == 1.0:
+            return f"{note} for each token"
+        return f"{note}, times {f'√{width}' if embed.scale == width**0.5 else f'{embed.scale:g}'}"
+
+    def position_words(self, op: Op) -> tuple[str, str]:
+        """Say what is added to the embedding or to the scores."""
+        match op.kind:
+            case AddRows(by="type"):
+                return "Token types", f"a learned row for each of {self.rows(op)[0]} kinds"
+            case AddRows(table=None, offset=offset):
+                rows = self.rows(op)[0] - offset
+                return "Learned positions", f"a learned row for each of {rows:,} positions"
+            case AddRows(table=Sinusoidal()):
+                return "Sinusoidal positions", "sines and cosines, not learned"
+            case AddRows(table=OwnPosition(class_name=name)):
+                return f"Positions: {name}", "a part of yours"
+            case Bias(form=RelativeBias(buckets=buckets)):
+                note = f"by {buckets} ranges of distance, for the scores of every layer"
+                return "Relative position biases", note
+            case _:
+                raise AssertionError(f"{op.part} is no part of an outline")
+
+    def width(self, value: str | None) -> int:
+        """Return the width of a value."""
+        return self.made.values[value or ""].width
+
+    def attention(self, ops: Sequence[Op]) -> Attending:
+        """Read an attention off its operations."""
+        at = next(i for i, op in enumerate(ops) if isinstance(op.kind, Attend))
+        op, attend = ops[at], ops[at].kind
+        assert isinstance(attend, Attend)
+        bias: ALiBi | RelativeBias | None = None
+        if len(op.reads) > 1:
+            added = self.writers[op.reads[1]].kind
+            assert isinstance(added, Bias)
+            bias = added.form
+        treated: list[Norm | Rotate] = []
+        value = op.reads[0]
+        while not isinstance(kind := self.writers[value].kind, Linear):
+            assert isinstance(kind, Norm | Rotate)
+            treated.insert(0, kind)
+            value = self.writers[value].reads[0]
+        sources = [one.reads[0] for one in ops if isinstance(one.kind, Linear)]
+        return Attending(
+            d_model=self.width(ops[-1].writes),
+            d_head=self.width(op.writes) // attend.heads,
+            op=attend,
+            treated=tuple(treated),
+            bias=bias,
+            sinks=bool(op.weights),
+            crossing=sources[0] != sources[1],
+        )
+
+    def attention_note(self, inside: Attending) -> str:
+        """Say in a line how an attention attends."""
+        op, note = inside.op, f"{counted(inside.op.heads, 'head')} of {inside.d_head}"
+        if op.kv_heads != op.heads:
+            note += f" ({op.kv_heads} K/V)"
+        if inside.crossing:
+            return f"{note}; reads the encoder"
+        words = [note, "causal" if op.after == 0 else "bidirectional"]
+        if op.before is not None:
+            words[1] = f"window {op.before + 1:,}"
+        turns = [each for each in inside.treated if isinstance(each, Rotate)]
+        if inside.bias is not None:
+            words.append("ALiBi" if isinstance(inside.bias, ALiBi) else "relative biases")
+        elif turns:
+            words.append("rotary" if turns[0].share == 1.0 else f"{turns[0].share:.0%} rotary")
+        elif self.rotates:
+            words.append("no positions")
+        if op.softcap is not None:
+            words.append(f"scores capped at {op.softcap:g}")
+        if inside.sinks:
+            words.append("a sink")
+        return ", ".join(words)
+
+    def feed_forward(self, key: str, ops: Sequence[Op]) -> Dense | Mixture:
+        """Read a feed-forward, or a router and its experts."""
+        routes = [op.kind for op in ops if isinstance(op.kind, Route)]
+        if not routes:
+            return self.dense(ops)
+        shared = [op for op in ops if op.part == f"{key}.shared_expert"]
+        return Mixture(
+            d_model=self.width(ops[-1].writes),
+            n_experts=self.width(ops[0].writes),
+            route=routes[0],
+            expert=self.dense([op for op in ops if op.part == f"{key}.experts.0"]),
+            shared=self.dense(shared) if shared else None,
+            shared_gate=any(_is_sigmoid(op) for op in shared),
+        )
+
+    def dense(self, ops: Sequence[Op]) -> Dense:
+        """Read the widths of a feed-forward."""
+        act = next(op for op in ops if isinstance(op.kind, Activate | Gate))
+        assert isinstance(act.kind, Activate | Gate)
+        down = next(op for op in ops if act.writes in op.reads)
+        return Dense(self.width(down.writes), self.width(act.writes), act.kind)
+
+    def head(self, name: str, ops: Sequence[Op]) -> Part:
+        """Read what one head predicts, and where it reads."""
+        D, key = self.width(self.made.hidden), f"heads.{name}"
+        output = self.made.outputs[name]
+        size = f"{D} → {self.width(output):,}"
+        read = next((op.kind.place for op in ops if isinstance(op.kind, ReadOut)), None)
+        at = {"last": "the last token", "first": "the first token", "mean": "the mean", None: ""}
+        before = [op.kind for op in ops if op.part.startswith("transforms.")]
+        linear = [op for op in ops if isinstance(op.kind, Linear) and op.part == key]
+        if name == "vector":
+            size = f"tanh of {size}" if linear else f"{D} numbers"
+        title, note = HEADS[name]
+        words = note.format(size=size, at=at[read])
+        for each in before:
+            words += f", after a {each.function} layer" if isinstance(each, Activate) else ""
+            words += f" and {norm_name(each)}" if isinstance(each, Norm) else ""
+        parameters = *self.owned.get(key, ()), *self.owned.get(f"transforms.{name}", ())
+        owned = all(weight.startswith(key) for op in linear for weight in op.weights[:1])
+        return Part(key, "head", title, words, parameters, "" if owned else "the embedding")
 
 
-def _heads_note(attention: Attention, d_model: int) -> str:
-    words = f"{counted(attention.n_heads, 'head')} of {attention.head_width(d_model)}"
-    if attention.kv_heads != attention.n_heads:
-        words += f" ({attention.kv_heads} K/V)"
-    return words
+def _key(op: Op) -> str | None:
+    """Return the part of an operation; None of sums, and of biases that have no weights."""
+    if isinstance(op.kind, Add) and op.part.rpartition(".")[2].isdigit():
+        return None
+    if isinstance(op.kind, Bias) and not op.weights:
+        return None
+    part = op.part.partition(".experts.")[0].removesuffix(".shared_expert")
+    return part.replace("transforms.", "heads.", 1) if part.startswith("transforms.") else part
 
 
-def _attention_note(attention: Attention, model: ModelSpec) -> str:
-    words = [
-        _heads_note(attention, model.d_model),
-        "causal" if attention.causal else "bidirectional",
-    ]
-    if attention.window is not None:
-        words[1] = f"window {attention.window:,}"
-    rotary = rotary_of(attention, model.position)
-    match model.position:
-        case ALiBi():
-            words.append("ALiBi")
-        case RelativeBias():
-            words.append("relative biases")
-        case Rotary() | NoPosition() if rotary is not None:
-            words.append("rotary" if rotary.share == 1.0 else f"{rotary.share:.0%} rotary")
-        case Rotary() | NoPosition():
-            words += ["no positions"] if attention.position is not None else []
-        case Learned() | Sinusoidal() | OwnPosition():
-            pass
-        case _ as unreachable:
-            assert_never(unreachable)
-    if attention.softcap is not None:
-        words.append(f"scores capped at {attention.softcap:g}")
-    if attention.sinks:
-        words.append("a sink")
-    return ", ".join(words)
+def _heads(key: str) -> bool:
+    return key.startswith("heads.")
 
 
-def ffn_words(ffn: FeedForward, d_model: int) -> tuple[str, str]:
-    """Return the name of a feed-forward, and its widths or its experts."""
-    match ffn:
-        case MLP():
-            names = {
-                "relu": "ReLU",
-                "gelu": "GELU",
-                "gelu_tanh": "GELU",
-                "silu": "SiLU",
-                "relu2": "ReLU²",
-            }
-            name = names[ffn.activation]
-            return "Feed-forward", f"{d_model} → {ffn.d_ff:,} → {d_model}, {name}"
-        case SwiGLU():
-            name = "SwiGLU" if ffn.activation == "silu" else "GeGLU"
-            name += "" if ffn.clamp is None else f" clamped at {ffn.clamp.limit:g}"
-            return "Feed-forward", f"{d_model} → 2 × {ffn.d_ff:,} → {d_model}, {name}"
-        case MoE():
-            shared = ", and a shared one" if ffn.shared is not None else ""
-            chosen = f"{ffn.experts_per_token} of {ffn.n_experts}"
+def _is_sigmoid(op: Op) -> bool:
+    return isinstance(op.kind, Gate) and op.kind.function == "sigmoid"
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+#: What each head is called, and what it predicts.
+HEADS = {
+    "next": ("Next-token head", "{size} logits at each position"),
+    "class": ("Class head", "{size} classes at each position"),
+    "state": ("State head", "{size} states at each position"),
+    "answer": ("Answer head", "{size} logits, read at {at}"),
+    "masked": ("Masked-token head", "{size} logits of the token itself"),
+    "vector": ("Vector of the sequence", "{size}, read at {at}"),
+}
+
+#: An activation as it is written.
+ACTIVATIONS = {
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELU",
+    "silu": "SiLU",
+    "relu2": "ReLU²",
+    "tanh": "tanh",
+}
+
+
+def _inside_words(inside: Dense | Mixture) -> tuple[str, str]:
+    match inside:
+        case Dense():
+            return "Feed-forward", dense_words(inside)
+        case Mixture(route=route):
+            shared = ", and a shared one" if inside.shared is not None else ""
+            chosen = f"{route.chosen} of {inside.n_experts}"
             return "Mixture of experts", f"each token: {chosen} experts{shared}"
         case _ as unreachable:
             assert_never(unreachable)
 
 
+def dense_words(inside: Dense) -> str:
+    """Return the widths of a feed-forward and its activation."""
+    match inside.act:
+        case Activate(function=function):
+            up, name = f"{inside.d_ff:,}", ACTIVATIONS[function]
+        case Gate(limit=limit):
+            up, name = f"2 × {inside.d_ff:,}", gate_name(inside.act)
+            name += "" if limit is None else f" clamped at {limit:g}"
+        case _ as unreachable:
+            assert_never(unreachable)
+    return f"{inside.d_model} → {up} → {inside.d_model}, {name}"
+
+
+def gate_name(gate: Gate) -> str:
+    """SwiGLU or GeGLU."""
+    return "SwiGLU" if gate.function == "silu" else "GeGLU"
+
+
 def norm_name(norm: Norm) -> str:
     """LayerNorm or RMSNorm."""
-    match norm:
-        case LayerNorm():
-            return "LayerNorm"
-        case RMSNorm():
-            return "RMSNorm"
-        case _ as unreachable:
-            assert_never(unreachable)
+    return "LayerNorm" if norm.form == "layer" else "RMSNorm"
 
 
-def _norm_note(norm: Norm) -> str:
-    match norm:
-        case LayerNorm():
-            return f"mean 0, variance 1, then gain{' and bias' if norm.bias else ''}"
-        case RMSNorm():
-            return "mean square 1, then 1 + gain" if norm.offset else "mean square 1, then gain"
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def _head_part(model: ModelSpec, name: str, owned: _Owned) -> Part:
-    head = model.head(name)
-    size = f"{model.d_model} → {model.head_size(name):,}"
-    match head:
-        case NextHead():
-            title, note = "Next-token head", f"{size} logits at each position"
-        case ClassHead():
-            title, note = "Class head", f"{size} classes at each position"
-        case StateHead():
-            title, note = "State head", f"{size} states at each position"
-        case AnswerHead(readout=readout):
-            at = {"last": "the last token", "first": "the first token", "mean": "the mean"}[readout]
-            title, note = "Answer head", f"{size} logits, read at {at}"
-        case MaskedHead(transform=transform):
-            title, note = "Masked-token head", f"{size} logits of the token itself"
-            if transform is not None:
-                note += f", after a {transform.activation} layer and {norm_name(transform.norm)}"
-        case VectorHead(readout=readout, pooler=pooler):
-            at = {"last": "the last token", "first": "the first token", "mean": "the mean"}[readout]
-            pooled = f"tanh of {size}" if pooler else f"{model.d_model} numbers"
-            title, note = "Vector of the sequence", f"{pooled}, read at {at}"
-        case _ as unreachable:
-            assert_never(unreachable)
-    key = f"heads.{name}"
-    size_of = owned(key) + owned(f"transforms.{name}")
-    return Part(key, "head", title, note, size_of, "the embedding" if is_tied(head) else "")
+def _norm_note(op: Op) -> str:
+    assert isinstance(op.kind, Norm)
+    if op.kind.form == "layer":
+        return f"mean 0, variance 1, then gain{' and bias' if len(op.weights) > 1 else ''}"
+    return "mean square 1, then 1 + gain" if op.kind.offset else "mean square 1, then gain"
 
 
 def counted(count: int, noun: str) -> str:
@@ -355,3 +495,82 @@ def format_count(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {letter}" if count < 1000 * size else f"{count:,}"
     return f"{count:,}"
+
+
+def model_lines(model: ModelSpec) -> list[str]:
+    """Return a model's shape and parts in two lines of words; of its blocks the first."""
+    layer = outline(model)[-1].layers[0]
+    inside = {part.kind: part.inside for part in layer.parts}
+    attention, feed = inside["attn"], inside["ffn"]
+    assert isinstance(attention, Attending) and isinstance(feed, Dense | Mixture)
+    total, used = count_parameters(model), count_active_parameters(model)
+    active = "" if used == total else f" ({used:,} used by a token)"
+    if model.encoder is None:
+        shape = counted(model.n_layers, "layer")
+        kind = "decoder" if attention.op.after == 0 else "encoder"
+    else:
+        shape, kind = f"{model.encoder.n_layers} + {model.n_layers} layers", "encoder-decoder"
+    op = attention.op
+    shared = "" if op.kv_heads == op.heads else f" ({op.kv_heads} for keys and values)"
+    norm = next(part.title for part in layer.parts if part.kind == "norm")
+    return [
+        f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
+        f"{counted(op.heads, 'head')}{shared}",
+        f"parts: {_feed_words(feed)}, {norm} {PLACEMENTS[_placement(layer)]}, "
+        f"{_positions(program(model))}; vocabulary {model.vocab_size:,}, "
+        f"up to {model.max_seq_len:,} tokens",
+    ]
+
+
+#: Where a block's norms are, in words: of each branch n for a norm, p for the part, s for a norm
+#: of the stream itself; then whether the branches are parallel.
+PLACEMENTS = {
+    (frozenset({"np"}), False): "before each part",
+    (frozenset({"ps"}), False): "after each part",
+    (frozenset({"npn"}), False): "before and after each part",
+    (frozenset({"pn"}), False): "on each part's output",
+    (frozenset({"np"}), True): "before each of two parallel parts",
+    (frozenset({"np", "p"}), True): "before two parallel parts",
+    (frozenset({"np", "p"}), False): "before the feed-forward",
+}
+
+
+def _placement(layer: Layer) -> tuple[frozenset[str], bool]:
+    def letter(part: Part) -> str:
+        return "p" if part.kind != "norm" else "s" if part.on_stream else "n"
+
+    return frozenset("".join(map(letter, each)) for each in layer.branches), layer.together
+
+
+def _feed_words(feed: Dense | Mixture) -> str:
+    match feed:
+        case Dense(d_ff=d_ff, act=Activate(function=function)):
+            return f"feed-forward {d_ff} ({function})"
+        case Dense(d_ff=d_ff, act=Gate() as gate):
+            return f"feed-forward {d_ff} ({gate_name(gate)})"
+        case Mixture(route=route):
+            chosen = f"{route.chosen} of {counted(feed.n_experts, 'expert')}"
+            return f"{chosen}, each {_feed_words(feed.expert)}"
+        case _:
+            raise AssertionError(feed)
+
+
+def _positions(made: Program) -> str:
+    """Say how the model knows positions: by what is added, turned, or put on the scores."""
+    for op in made.ops:
+        match op.kind:
+            case Rotate():
+                return "rotary positions"
+            case AddRows(by="position", table=None):
+                return "learned positions"
+            case AddRows(table=Sinusoidal()):
+                return "sinusoidal positions"
+            case AddRows(table=OwnPosition(source=source)):
+                return f"positions of your own ({source})"
+            case Bias(form=ALiBi()):
+                return "linear biases for positions (ALiBi)"
+            case Bias():
+                return "learned biases by distance (T5)"
+            case _:
+                pass
+    return "no positions"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lens.show.block_picture import Element, inside_picture
 from glassformer.lens.show.diagram import Diagram
-from glassformer.lens.show.outline import Layer, Part, outline
+from glassformer.lens.show.outline import Attending, Layer, Part, outline
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.manifest import Parameter
@@ -95,7 +95,7 @@ def _detail(
         if layer.count > 1:
             words.append(_layer_choice(layer, at))
         if part.kind in ("attn", "cross", "ffn"):
-            words.append(inside_picture(part, layer.block, spec))
+            words.append(inside_picture(part))
         if part.kind in ("attn", "cross"):
             words.append(_head_links(layer, part, at, run))
     tables = [*_parameter_table(_at_key(spec, part, key)), *_tap_table(spec, key)]
@@ -126,11 +126,10 @@ def _head_links(layer: Layer, part: Part, at: int, run: str) -> Element:
     kind = (
         "cross" if part.kind == "cross" else ("encoder" if layer.prefix == "encoder." else "self")
     )
-    block = layer.block
-    attention = block.cross if part.kind == "cross" and block.cross else block.attention
+    assert isinstance(part.inside, Attending)
     prefix = "" if kind == "self" else f"{kind}."
     links = []
-    for head in range(attention.n_heads):
+    for head in range(part.inside.op.heads):
         where = f"#/inspect?run={run}" + ("" if kind == "self" else f"&kind={kind}")
         name = f"{prefix}L{at}H{head}"
         links.append(Element("a", {"href": f"{where}&L={at}&H={head}"}, (name,)))
