@@ -68,7 +68,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.ffn import SwiGLU
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.lora import apply_lora
 from glassformer.quant.contents import (
     is_model_quantized,
     quantization_report,

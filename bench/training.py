@@ -27,7 +27,7 @@ from glassformer.data.batch import Batch
 from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.model import build
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec, NextHead

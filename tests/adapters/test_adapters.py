@@ -28,7 +28,7 @@ from glassformer.adapters.registry import (
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
 from glassformer.data.tasks.digits import VOCAB
 from glassformer.generation.fast.stepper import FastStepper
-from glassformer.models.model import numpy_view, tensor_view
+from glassformer.models.weights import numpy_view, tensor_view
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ClassHead

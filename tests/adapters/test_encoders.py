@@ -293,7 +293,7 @@ FAULTS = [
     (
         Fault(
             "no activation before the logits",
-            "nn.embedding:HeadTransform.forward",
+            "nn.heads:HeadTransform.forward",
             "activate(self.dense(x_BTD), self.activation)",
             "self.dense(x_BTD)",
             "",
@@ -321,7 +321,7 @@ FAULTS = [
         "modernbert",
     ),
     (
-        Fault("the pooler has no tanh", "nn.embedding:Pooler.forward", "torch.tanh", "", ""),
+        Fault("the pooler has no tanh", "nn.heads:Pooler.forward", "torch.tanh", "", ""),
         "bert body",
     ),
 ]

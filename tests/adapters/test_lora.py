@@ -26,8 +26,8 @@ from glassformer.adapters.folder.lora import (
     save_adapter,
 )
 from glassformer.adapters.load import adapt, load, save
-from glassformer.models.model import weights_of
-from glassformer.nn.linear import apply_lora, lora_parameters, merge
+from glassformer.models.weights import weights_of
+from glassformer.nn.lora import apply_lora, lora_parameters, merge
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.train import LoRA, lora_manifest

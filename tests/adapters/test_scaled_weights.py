@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.folder.scaled import ScaledWeights
 from glassformer.adapters.load import load
-from glassformer.models.model import tensor_view
+from glassformer.models.weights import tensor_view
 from glassformer.spec.errors import FileError
 from tests.adapters.checkpoints import change, folder_of, live, tokens
 

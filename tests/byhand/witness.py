@@ -12,7 +12,7 @@ from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
 from glassformer.data.batch import Batch, Source
 from glassformer.models.model import build
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.experts import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec import model, presets
 from glassformer.spec.manifest import manifest

@@ -20,7 +20,8 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper, PrefixCacheStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.models.model import build, weights_of
+from glassformer.models.model import build
+from glassformer.models.weights import weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError

@@ -5,7 +5,7 @@ import torch
 
 from glassformer.generation.fast.projection import FastMixtureOfExperts, Maker
 from glassformer.kernels.matmul import Product
-from glassformer.nn.ffn import MixtureOfExperts
+from glassformer.nn.experts import MixtureOfExperts
 from glassformer.nn.norm import build_norm
 from glassformer.spec.model import MLP, MoE, RMSNorm, SwiGLU
 from tests.tiny import filled, noise

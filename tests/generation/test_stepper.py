@@ -11,7 +11,8 @@ from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.models.model import build, weights_of
+from glassformer.models.model import build
+from glassformer.models.weights import weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError

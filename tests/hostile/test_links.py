@@ -22,7 +22,7 @@ from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import delete_runs, rename_run, tag_run
 from glassformer.lab.sweeps.sweep import sweep
 from glassformer.models.model import build
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.lora import apply_lora
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, GlassError

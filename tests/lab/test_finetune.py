@@ -27,8 +27,9 @@ from glassformer.lab.recipes import plan_finetune, read_config, recipe
 from glassformer.lab.runs import assemble as assembling
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.run import TrainingRun
-from glassformer.models.model import build, weights_hash, weights_of
-from glassformer.nn.linear import corrected_layers
+from glassformer.models.model import build
+from glassformer.models.weights import weights_hash, weights_of
+from glassformer.nn.lora import corrected_layers
 from glassformer.quant.convert import dequantize_model, quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
@@ -535,7 +536,7 @@ FAULTS = (
     ),
     Fault(
         "names are not hashed, nor numbers",
-        "models.model:weights_hash",
+        "models.weights:weights_hash",
         "total.update(array.tobytes())",
         "pass",
         "",

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from glassformer.models.model import build, load_weights, weights_of
+from glassformer.models.model import build
+from glassformer.models.weights import load_weights, weights_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import FactorizedEmbedding, NextHead, Rotary

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from glassformer.nn.embedding import TiedHead, build_embedding, read_out
+from glassformer.nn.embedding import build_embedding
+from glassformer.nn.heads import TiedHead, read_out
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import FactorizedEmbedding, PlainEmbedding
 from tests.tiny import filled, noise

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from glassformer.models.model import build, load_weights, weights_hash, weights_of
+from glassformer.models.model import build
+from glassformer.models.weights import load_weights, weights_hash, weights_of
 from glassformer.nn import linear
-from glassformer.nn.linear import (
-    Linear,
+from glassformer.nn.linear import Linear
+from glassformer.nn.lora import (
     LoRALinear,
     apply_lora,
     corrected_layers,
@@ -288,7 +289,7 @@ def test_on_no_device_nothing_is_drawn():
 
 # --- tests are tested -----------------------------------------------------------------------------
 
-FORWARD, MERGE = "nn.linear:LoRALinear.forward", "nn.linear:LoRALinear.merged"
+FORWARD, MERGE = "nn.lora:LoRALinear.forward", "nn.lora:LoRALinear.merged"
 FAULTS = (
     Fault("alpha / rank dropped", FORWARD, " * self.scale", "", "formula"),
     Fault(
@@ -309,9 +310,7 @@ FAULTS = (
     Fault("merged with the wrong sign", MERGE, "+ product", "- product", "merged"),
     Fault("merged without the scale", MERGE, "product * self.scale", "product", "merged"),
     Fault("bias lost in merging", MERGE, "layer.bias = self.bias", "pass", "merged, biased"),
-    Fault(
-        "base not frozen", "nn.linear:apply_lora", "model.requires_grad_(False)", "pass", "frozen"
-    ),
+    Fault("base not frozen", "nn.lora:apply_lora", "model.requires_grad_(False)", "pass", "frozen"),
 )
 CHECKS = {
     "formula": a_corrected_layer_is_its_formula,

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from glassformer.models.model import build
-from glassformer.nn.ffn import (
+from glassformer.nn.experts import (
     BalanceAt,
     BalanceLosses,
     MixtureOfExperts,
-    activate,
     balance_loss,
     build_feed_forward,
     route,
 )
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.ffn import activate
+from glassformer.nn.lora import apply_lora
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_active_parameters, count_parameters, ffn_parameters

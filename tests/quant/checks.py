@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from glassformer.models.model import Model, build
-from glassformer.nn.linear import apply_lora, lora_parameters
+from glassformer.nn.lora import apply_lora, lora_parameters
 from glassformer.quant.backends import routines
 from glassformer.quant.backends.choose import BACKENDS, NAMES, why_not
 from glassformer.quant.contents import (

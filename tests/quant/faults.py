@@ -107,7 +107,7 @@ FAULTS = (
     Fault("no gradient through frozen weights", "quant.layers:FrozenProduct.backward", "transposed_product(gradient, ctx.tensor)", "0 * transposed_product(gradient, ctx.tensor)", "corrections_learn_over_rounded_weights"),
     Fault("a gradient by the last piece alone", "quant.backends.routines:transposed_product", "found += y[..., piece]", "found = y[..., piece]", "pieces_add_up"),
     Fault("activations rounded in training", "quant.layers:QuantizedWeight.freeze", "self.use(FLOAT)", 'self.use("reference")', "corrections_learn_over_rounded_weights"),
-    Fault("a packed layer left out", "nn.linear:PackedLoRALinear.forward", "full + low", "low", "corrections_learn_over_rounded_weights"),
+    Fault("a packed layer left out", "nn.lora:PackedLoRALinear.forward", "full + low", "low", "corrections_learn_over_rounded_weights"),
     Fault("tied table forgotten", "spec.quantization:targets", 'keep_tables = is_factorized(model.embedding) or tied != "share"', "keep_tables = True", "tied_tables_are_shared"),
     Fault("untied head beside a tied spec", "quant.convert:untie", "model.spec = untied(model.spec)", "pass", "tied_tables_are_shared"),
     Fault("bias lost on the way back", "quant.convert:dequantize_model", "plain.bias = nn.Parameter(layer.bias)", "plain.bias = nn.Parameter(torch.zeros_like(layer.bias))", "dequantized_is_what_was_used"),

@@ -16,7 +16,8 @@ from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.quantize import LENGTH, keeping_float, of_manuals, of_text, time_layers
-from glassformer.models.model import build, weights_of
+from glassformer.models.model import build
+from glassformer.models.weights import weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
 from glassformer.quant.contents import (

@@ -7,7 +7,7 @@ import torch
 
 import glassformer as gf
 from glassformer.models.model import build
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.lora import apply_lora
 from glassformer.quant.contents import quantization_report
 from glassformer.quant.rotate import rotate, why_not_stream
 from glassformer.spec import presets

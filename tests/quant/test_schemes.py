@@ -38,7 +38,7 @@ def test_stored_tensors_are_those_the_spec_names(kind):
     scheme = kind().resolve(192)
     tensor = quantize_tensor(noise(7, 192), scheme)
     assert tensor.shape == (7, 192) and tensor.nbytes == scheme_bytes(scheme, (7, 192))
-    from glassformer.models.model import array_of
+    from glassformer.models.weights import array_of
 
     for leaf, part in scheme.parts(7, 192).items():
         stored = getattr(tensor, leaf)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from glassformer.models.model import numpy_view
+from glassformer.models.weights import numpy_view
 from glassformer.store.tensors import rounded, widened
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.experts import BalanceLosses
 from glassformer.training.fit import fit
 from tests.checks.faults import Fault, planted
 from tests.training.samples import ENGINES, engine_of, gradients, reverse, worst_relative
@@ -134,14 +134,14 @@ FAULTS = [
     ),
     Fault(
         "the coefficient counts twice",
-        "nn.ffn:BalanceLosses.add",
+        "nn.experts:BalanceLosses.add",
         "self.losses[layer] = loss",
         "self.losses[layer] = loss * coefficient",
         "engines",
     ),
     Fault(
         "the first layer stands for all",
-        "nn.ffn:BalanceLosses.weighted",
+        "nn.experts:BalanceLosses.weighted",
         "torch.stack(plain).mean()",
         "plain[0]",
         "weighed, torch",

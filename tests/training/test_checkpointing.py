@@ -6,7 +6,7 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.models.model import build
-from glassformer.nn.linear import apply_lora
+from glassformer.nn.lora import apply_lora
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import override

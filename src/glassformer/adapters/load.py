@@ -40,8 +40,9 @@ from glassformer.adapters.wrapped import open_with_transformers, open_wrapped, w
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import Model, dtype_of, load_weights
+from glassformer.models.model import Model
 from glassformer.models.model import build as build_model
+from glassformer.models.weights import dtype_of, load_weights
 from glassformer.quant.contents import restored_model
 from glassformer.spec.checks import named_options, one_of
 from glassformer.spec.errors import FileError, InputError

@@ -36,7 +36,8 @@ from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.generation.stepping import Stepper
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model, weights_of
+from glassformer.models.model import Model
+from glassformer.models.weights import weights_of
 from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized, quantized_arrays

@@ -27,8 +27,8 @@ from glassformer.adapters.folder.sentence_files import (
 )
 from glassformer.adapters.folder.weights import FileWeights
 from glassformer.adapters.gguf.header import is_gguf
-from glassformer.models.model import tensor_view
-from glassformer.nn.embedding import read_out
+from glassformer.models.weights import tensor_view
+from glassformer.nn.heads import read_out
 from glassformer.spec.errors import FileError, InputError
 
 # B batch, T length, D d_model

@@ -26,7 +26,7 @@ from glassformer.adapters.folder.weights import folder_files
 from glassformer.adapters.registry import adapter_for
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import tensor_view
+from glassformer.models.weights import tensor_view
 from glassformer.spec.checks import one_of
 from glassformer.spec.disk import check_new
 from glassformer.spec.errors import FileError, GlassError, InputError, MachineError

@@ -42,7 +42,8 @@ from glassformer.checks.measure import (
     short,
 )
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model, load_weights, model_of, weights_of
+from glassformer.models.model import Model, model_of
+from glassformer.models.weights import load_weights, weights_of
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized

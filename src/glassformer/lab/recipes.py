@@ -457,7 +457,7 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
             hint="leave it out",
         )
     from glassformer.lab.finetune import check_trains, open_base  # imports torch
-    from glassformer.models.model import weights_hash
+    from glassformer.models.weights import weights_hash
 
     base = open_base(path)
     low_rank = any(text.startswith("tuning.lora.") for text in given)

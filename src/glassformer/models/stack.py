@@ -1,6 +1,5 @@
 """One stack: embedding, position, blocks, final norm."""
 
-from dataclasses import replace
 from functools import partial
 from typing import assert_never, cast
 
@@ -8,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from glassformer.models.masks import Masks, memory_mask, positions_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import Cache, joined_valid
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, build_embedding
-from glassformer.nn.ffn import BalanceAt, BalanceLosses
-from glassformer.nn.mask import Mask, build_mask
+from glassformer.nn.experts import BalanceAt, BalanceLosses
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import (
     AddedPosition,
@@ -22,6 +21,7 @@ from glassformer.nn.position import (
     RotaryPosition,
     SinusoidalPosition,
     build_own_position,
+    heads_key,
 )
 from glassformer.nn.residual import Pending, defers_sums
 from glassformer.nn.taps import Taps, TapsAt, tap, under
@@ -116,11 +116,6 @@ def _add_rotations(holder: StackParts, model: spec.ModelSpec, stack: spec.Stack)
     holder.turns = tuple(turns)
 
 
-def heads_key(n_heads: int, d_head: int) -> str:
-    """The name of the slopes that layers with these heads share."""
-    return f"{n_heads}x{d_head}"
-
-
 class Stack(StackParts):
     """One side of an encoder-decoder."""
 
@@ -167,8 +162,17 @@ def run_stack(
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
-    masks = _Masks(T, past + T, valid_BS, segments_BT, tokens_BT.device, parts, runs_R=runs_R)
-    memory_mask = _memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
+    masks = Masks(
+        T,
+        past + T,
+        valid_BS,
+        segments_BT,
+        tokens_BT.device,
+        alibi=parts.alibi,
+        relative=parts.relative,
+        runs_R=runs_R,
+    )
+    mask_of_memory = memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
     rotations = {
         width: cast(RotaryPosition, rotary).at(places) for width, rotary in parts.rotary.items()
     }
@@ -192,7 +196,7 @@ def run_stack(
             x_BTD,
             mask=masks.of(block.attention, module.attn.d_head),
             memory_BSD=memory_BSD,
-            memory_mask=memory_mask,
+            memory_mask=mask_of_memory,
             rotation=None if (turn := parts.turns[layer]) is None else rotations[turn],
             cache=cache,
             taps=under(at, f"blocks.{layer}."),
@@ -208,95 +212,3 @@ def run_stack(
     if cache is not None:
         cache.advance(T, valid_BT)
     return tap(at, "final", x_BTD)
-
-
-def positions_of(
-    past: int, length: int, valid_BS: Tensor | None, segments_BT: Tensor | None
-) -> Tensor | slice:
-    """Return the position of each new token, counting real tokens only, from 0 in every segment."""
-    if valid_BS is None and segments_BT is None:
-        return slice(past, past + length)
-    if valid_BS is None:
-        assert segments_BT is not None
-        valid_BS = torch.ones_like(segments_BT, dtype=torch.bool)
-    count_BS = valid_BS.cumsum(1) - 1
-    if segments_BT is not None:
-        begins_BS = torch.ones_like(valid_BS)
-        begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-        before_BS = valid_BS.cumsum(1) - valid_BS.long()
-        count_BS = count_BS - (before_BS * begins_BS).cummax(1).values
-    return count_BS.clamp(min=0)[:, past:]
-
-
-class _Masks:
-    """The masks of one forward, one for each kind of attention among the layers.
-
-    With ALiBi and T5's positions they also carry the bias, which depends on the heads.
-    """
-
-    def __init__(
-        self,
-        queries: int,
-        keys: int,
-        valid_BS: Tensor | None,
-        segments_BT: Tensor | None,
-        device: torch.device,
-        parts: StackParts,
-        *,
-        runs_R: Tensor | None = None,
-    ) -> None:
-        self.runs_R = runs_R
-        self.queries, self.keys, self.device = queries, keys, device
-        self.valid_BS, self.segments_BT = valid_BS, segments_BT
-        self.alibi, self.relative = parts.alibi, parts.relative
-        self.made: dict[tuple[bool, int | None, str], Mask] = {}
-
-    def of(self, attention: spec.Attention, d_head: int) -> Mask:
-        heads = heads_key(attention.n_heads, d_head) if self.alibi else ""
-        kind = (attention.causal, attention.window, heads)
-        if kind not in self.made:
-            valid_BS = self.valid_BS
-            mask = build_mask(
-                self.queries,
-                self.keys,
-                causal=attention.causal,
-                window=attention.window,
-                valid_q_BT=None if valid_BS is None else valid_BS[:, -self.queries :],
-                valid_k_BS=valid_BS,
-                segments_q_BT=self.segments_BT,
-                segments_k_BS=self.segments_BT,
-                runs_R=self.runs_R,
-                device=self.device,
-            )
-            if heads:
-                part = cast(ALiBiPosition, self.alibi[heads])
-                mask = replace(mask, bias=self._bias(part))
-            elif self.relative is not None:
-                mask = replace(mask, bias=self._bias(self.relative))
-            self.made[kind] = mask
-        return self.made[kind]
-
-    def _bias(self, part: ALiBiPosition | RelativePosition) -> Tensor:
-        places = positions_of(0, self.keys, self.valid_BS, self.segments_BT)
-        if isinstance(places, slice):
-            places = torch.arange(self.keys, device=self.device)
-        return part.bias(places, self.queries)
-
-
-def _memory_mask(
-    queries: int, memory_BSD: Tensor | None, valid_BS: Tensor | None, memory_valid_BS: Tensor | None
-) -> Mask | None:
-    if memory_BSD is None:
-        return None
-    B, S, _ = memory_BSD.shape
-    valid_q_BT = None if valid_BS is None else valid_BS[:, -queries:]
-    if valid_q_BT is not None and memory_valid_BS is None:
-        memory_valid_BS = valid_q_BT.new_ones(B, S)
-    return build_mask(
-        queries,
-        S,
-        causal=False,
-        valid_q_BT=valid_q_BT,
-        valid_k_BS=memory_valid_BS,
-        device=memory_BSD.device,
-    )

@@ -27,7 +27,7 @@ from glassformer.lab.api import result_of, train
 from glassformer.models.model import build
 from glassformer.named import masks
 from glassformer.nn import attention, block, ffn
-from glassformer.nn.linear import initialise
+from glassformer.nn.initialise import initialise
 from glassformer.nn.mask import Mask
 from glassformer.spec import manifest
 from glassformer.spec import model as spec

@@ -22,7 +22,7 @@ from glassformer.checks.adapter import validate_adapter
 from glassformer.models.model import build
 from glassformer.named.masks import vectors, wide
 from glassformer.nn import attention, block, ffn, norm
-from glassformer.nn.linear import initialise
+from glassformer.nn.initialise import initialise
 from glassformer.nn.mask import Mask
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (

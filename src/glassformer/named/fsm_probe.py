@@ -29,7 +29,8 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
 from glassformer.named import masks
 from glassformer.nn import attention, block, embedding, ffn
-from glassformer.nn.linear import Linear, initialise
+from glassformer.nn.initialise import initialise
+from glassformer.nn.linear import Linear
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.position import SinusoidalPosition, sinusoids
 from glassformer.nn.taps import Taps, TapsAt, scope

@@ -34,7 +34,7 @@ from glassformer.named import masks
 from glassformer.named.masks import token_ids, vectors
 from glassformer.nn import attention, block, embedding, ffn
 from glassformer.nn.cache import FixedCache as KVCache
-from glassformer.nn.linear import initialise
+from glassformer.nn.initialise import initialise
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.nn.norm import build_norm
 from glassformer.nn.position import SinusoidalPosition

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.cache import Cache
-from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, build_feed_forward
+from glassformer.nn.experts import BalanceAt, MixtureOfExperts, build_feed_forward
 from glassformer.nn.mask import Mask
 from glassformer.nn.norm import build_norm
 from glassformer.nn.residual import Pending

@@ -202,6 +202,11 @@ class RotaryPosition(ComputedTable):
         return (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
 
 
+def heads_key(n_heads: int, d_head: int) -> str:
+    """The name of the slopes that layers with these heads share."""
+    return f"{n_heads}x{d_head}"
+
+
 class ALiBiPosition(ComputedTable):
     """The slope of each head; `bias` is -slope * |distance| between queries and keys."""
 

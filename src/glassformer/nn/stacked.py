@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.nn.attention import MultiHeadAttention
-from glassformer.nn.embedding import FactorizedTokenEmbedding, Pooler, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import BalanceAt, MixtureOfExperts, balance_loss
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
+from glassformer.nn.experts import BalanceAt, MixtureOfExperts, balance_loss
+from glassformer.nn.heads import Pooler, TiedHead
 from glassformer.nn.linear import Linear, missing_widths
 from glassformer.nn.norm import LayerNorm, RMSNorm, as_float
 from glassformer.nn.position import LearnedPosition

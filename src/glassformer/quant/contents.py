@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from glassformer.models.model import Model, array_of, build, dtype_of, tensor_of
+from glassformer.models.model import Model, build
+from glassformer.models.weights import array_of, dtype_of, tensor_of
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.convert import quantized_layers, replace_module
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight

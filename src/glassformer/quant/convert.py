@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import TiedHead, TokenEmbedding
+from glassformer.nn.embedding import TokenEmbedding
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
 from glassformer.quant.layers import (
     QuantizedEmbedding,

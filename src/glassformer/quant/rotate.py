@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from glassformer.models.model import DecoderLM, Holder, Model, model_of
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
+from glassformer.nn.embedding import TokenEmbedding
+from glassformer.nn.experts import MixtureOfExperts
+from glassformer.nn.ffn import MLP, SwiGLU
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import RMSNorm
 from glassformer.nn.position import LearnedPosition

@@ -30,8 +30,8 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import TiedHead
 from glassformer.nn.ffn import SwiGLU
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.quant.convert import (

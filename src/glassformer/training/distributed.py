@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from glassformer.data.batch import Batch, Source
-from glassformer.models.model import Model, array_of, tensor_of
+from glassformer.models.model import Model
+from glassformer.models.weights import array_of, tensor_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from glassformer.kernels import train_kernels
 from glassformer.models.model import Model
-from glassformer.nn.embedding import TiedHead, TokenEmbedding, read_out
+from glassformer.nn.embedding import TokenEmbedding
+from glassformer.nn.heads import TiedHead, read_out
 from glassformer.nn.linear import HAS_TRITON, TRITON_DTYPES, Linear
 from glassformer.nn.norm import as_float
 from glassformer.spec.execution import (

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.task import Task
 from glassformer.models.inputs import Inputs, as_inputs
-from glassformer.models.model import Model, build, tensor_of
+from glassformer.models.model import Model, build
+from glassformer.models.weights import tensor_of
 from glassformer.nn.norm import as_float
 from glassformer.nn.position import make_tables
 from glassformer.nn.stacked import Fold, dropout_rates, stack_parts

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from glassformer.models.model import Model
-from glassformer.nn.embedding import FactorizedTokenEmbedding, read_out
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.nn.embedding import FactorizedTokenEmbedding
+from glassformer.nn.experts import BalanceLosses
+from glassformer.nn.heads import read_out
 from glassformer.nn.norm import as_float
 from glassformer.nn.stacked import Fold
 from glassformer.spec.execution import PIECE, RECORDED_PIECE

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.kernels.train_kernels import FusedAdamW, training_kernels
-from glassformer.models.model import Model, arrays_of, build, load_weights, weights_of
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.models.model import Model, build
+from glassformer.models.weights import arrays_of, load_weights, weights_of
+from glassformer.nn.experts import BalanceLosses
 from glassformer.nn.linear import PackedWeight
 from glassformer.nn.norm import as_float
 from glassformer.spec.checks import check_tree

@@ -22,7 +22,7 @@ from glassformer.adapters.registry import families_that_write
 from glassformer.adapters.table import Family, Plan
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.models.model import array_of, numpy_view, torch_dtype
+from glassformer.models.weights import array_of, numpy_view, torch_dtype
 from glassformer.spec.disk import check_new
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.manifest import stored

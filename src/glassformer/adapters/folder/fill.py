@@ -14,7 +14,8 @@ from glassformer.adapters.folder.weights import (
     widest,
 )
 from glassformer.adapters.table import Array, Plan, Shape
-from glassformer.models.model import Model, build, numpy_dtype, numpy_view, tensor_view, torch_dtype
+from glassformer.models.model import Model, build
+from glassformer.models.weights import numpy_dtype, numpy_view, tensor_view, torch_dtype
 from glassformer.nn.position import make_tables
 from glassformer.spec.model import ModelSpec
 

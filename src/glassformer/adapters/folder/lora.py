@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
 from glassformer.adapters.table import Rows
-from glassformer.models.model import Model, dtype_of, load_weights, weights_hash, weights_of
-from glassformer.nn.linear import apply_lora, merge
+from glassformer.models.model import Model
+from glassformer.models.weights import dtype_of, load_weights, weights_hash, weights_of
+from glassformer.nn.lora import apply_lora, merge
 from glassformer.quant.contents import is_model_quantized
 from glassformer.quant.convert import dequantize_model
 from glassformer.spec.disk import make_folder, replace_file, small_text

@@ -19,7 +19,7 @@ from glassformer.adapters.folder.weights import (
     folder_files,
 )
 from glassformer.adapters.table import Array
-from glassformer.models.model import numpy_view, tensor_view
+from glassformer.models.weights import numpy_view, tensor_view
 from glassformer.spec.errors import FileError
 from glassformer.store.tensors import BFLOAT16, DTYPES, FLOAT8_E4M3
 

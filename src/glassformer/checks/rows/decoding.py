@@ -47,7 +47,8 @@ from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepp
 from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
-from glassformer.models.model import Model, build, weights_of
+from glassformer.models.model import Model, build
+from glassformer.models.weights import weights_of
 from glassformer.spec.decoding import WIDEST_BEAM, BeamSpec, DecodeSpec, LengthPenalty
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (

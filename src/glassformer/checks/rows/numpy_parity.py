@@ -24,8 +24,9 @@ from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import shortened, size_with
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model, weights_of
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.models.model import Model
+from glassformer.models.weights import weights_of
+from glassformer.nn.experts import BalanceLosses
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import ModelSpec
 from glassformer.training.losses import head_loss

@@ -35,7 +35,8 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model, build
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import GrowingCache
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead
+from glassformer.nn.embedding import FactorizedTokenEmbedding
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.manifest import count_parameters, stored

@@ -30,8 +30,9 @@ from glassformer.checks.rows.invariants import LENGTH, tokens_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
-from glassformer.nn.ffn import MLP, BalanceAt, BalanceLosses, MixtureOfExperts, SwiGLU, build_ffn
-from glassformer.nn.linear import initialise
+from glassformer.nn.experts import BalanceAt, BalanceLosses, MixtureOfExperts
+from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
+from glassformer.nn.initialise import initialise
 from glassformer.nn.norm import LayerNorm, build_norm
 from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
 from glassformer.nn.taps import Taps

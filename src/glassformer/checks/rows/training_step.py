@@ -20,8 +20,9 @@ from glassformer.checks.measure import Measure, NotOffered
 from glassformer.checks.rows.own_models import shortened, size_with
 from glassformer.checks.subject import Subject
 from glassformer.data.batch import Batch, Source
-from glassformer.models.model import Model, build, load_weights
-from glassformer.nn.ffn import BalanceLosses
+from glassformer.models.model import Model, build
+from glassformer.models.weights import load_weights
+from glassformer.nn.experts import BalanceLosses
 from glassformer.spec.execution import KERNEL_PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec, VectorHead

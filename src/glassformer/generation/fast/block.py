@@ -26,17 +26,20 @@ from glassformer.generation.fast.projection import (
 )
 from glassformer.kernels.matmul import Gained, plain_rows
 from glassformer.models.model import EncoderDecoder, Model
-from glassformer.models.stack import StackParts, heads_key
+from glassformer.models.stack import StackParts
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
+from glassformer.nn.experts import MixtureOfExperts
+from glassformer.nn.ffn import MLP, SwiGLU
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import (
     AddedPosition,
     LearnedPosition,
     RotaryPosition,
     SinusoidalPosition,
+    heads_key,
 )
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError

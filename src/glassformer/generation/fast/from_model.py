@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from glassformer.generation.fast.program import Array, unknown_part
 from glassformer.kernels import c_library
 from glassformer.kernels.integer import IntegerTiles
-from glassformer.models.model import DecoderLM, EncoderDecoder, Model, numpy_view
-from glassformer.models.stack import Stack, StackParts, heads_key
+from glassformer.models.model import DecoderLM, EncoderDecoder, Model
+from glassformer.models.stack import Stack, StackParts
+from glassformer.models.weights import numpy_view
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.embedding import FactorizedTokenEmbedding, TiedHead, TokenEmbedding
-from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU
+from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
+from glassformer.nn.experts import MixtureOfExperts
+from glassformer.nn.ffn import MLP, SwiGLU
+from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import (
@@ -26,6 +29,7 @@ from glassformer.nn.position import (
     LearnedPosition,
     RotaryPosition,
     SinusoidalPosition,
+    heads_key,
 )
 from glassformer.spec.decoding import KVCache
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glassformer.kernels.matmul import Gained, Product, joined, plain_rows
-from glassformer.nn.ffn import MLP, MixtureOfExperts, SwiGLU, activate, route
+from glassformer.nn.experts import MixtureOfExperts, route
+from glassformer.nn.ffn import MLP, SwiGLU, activate
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.spec.errors import InputError

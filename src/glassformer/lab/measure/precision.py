@@ -29,7 +29,8 @@ from glassformer.lens.capture import eval_mode
 from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import Model, weights_of
+from glassformer.models.model import Model
+from glassformer.models.weights import weights_of
 from glassformer.nn.cache import GrowingCache
 from glassformer.nn.linear import Linear
 from glassformer.quant.backends.choose import FLOAT

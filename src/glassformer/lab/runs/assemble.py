@@ -19,8 +19,9 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import Base, check_trains, open_base
 from glassformer.lab.runs.planned import PlannedRun, check_fit
-from glassformer.models.model import build, weights_of
-from glassformer.nn.linear import apply_lora
+from glassformer.models.model import build
+from glassformer.models.weights import weights_of
+from glassformer.nn.lora import apply_lora
 from glassformer.quant.contents import is_model_quantized
 from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError

@@ -27,7 +27,7 @@ from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, shown
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model
-from glassformer.nn.embedding import read_out
+from glassformer.nn.heads import read_out
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec, VectorHead
