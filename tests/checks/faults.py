@@ -208,7 +208,7 @@ FAULTS = (
     Fault("sqrt(d_model) missing", "nn.embedding:TokenEmbedding.forward", "x_BTD * self.scale", "x_BTD", WHOLE),
     Fault("tied head from one factor", "nn.embedding:FactorizedTokenEmbedding.as_linear", "linear(linear(x_BTD, self.v), self.u)", "linear(linear(x_BTD, self.v.detach()), self.u.sign())", "factorized embedding = U @ V"),
     Fault("L1 without l1", "nn.embedding:FactorizedTokenEmbedding.penalty", "self.l1 * ", "", "factorized embedding = U @ V"),
-    Fault("untied copy", "nn.heads:build_heads", "heads[name] = TiedHead(size, bias=head.bias)", "heads[name] = Linear(spec.d_model, size, bias=head.bias)", MANIFEST, "qwen"),
+    Fault("untied copy", "nn.heads:build_heads", "heads[name] = TiedHead(size, bias=head.bias)", "heads[name] = Linear(model.d_model, size, bias=head.bias)", MANIFEST, "qwen"),
     Fault("answer read at the last column", "nn.heads:read_out", "T - 1 - valid_BT.flip(1).int().argmax(1)", "torch.full((len(x_BTD),), T - 1)", "a batch = each sequence alone", "digits"),
     Fault("mean of the answer over PAD too", "nn.heads:read_out", 'case "last":', 'case "last" if not valid_BT.all(): return x_BTD.mean(1)\n        case "last":', PAD_HOLDS, "digits"),
     # cache

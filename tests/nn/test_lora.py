@@ -9,7 +9,7 @@ from torch import nn
 
 from glassformer.models.model import build
 from glassformer.models.weights import load_weights, weights_hash, weights_of
-from glassformer.nn import linear
+from glassformer.nn import lora
 from glassformer.nn.linear import Linear
 from glassformer.nn.lora import (
     LoRALinear,
@@ -333,7 +333,7 @@ def test_a_corrected_product_is_the_sum_of_two(bias):
     weight, factor, x, low = noise(7, 5), noise(7, 3), noise(2, 4, 5), noise(2, 4, 3)
     shift = noise(7) if bias else None
     trained = [part.requires_grad_() for part in (x, low, factor)]
-    one = linear.corrected(x, low, weight, factor, shift)
+    one = lora.corrected(x, low, weight, factor, shift)
     two = torch.nn.functional.linear(x, weight, shift) + low @ factor.T
     assert torch.allclose(one, two, rtol=0, atol=1e-12)
     grad = noise(2, 4, 7)
@@ -345,5 +345,5 @@ def test_a_corrected_product_is_the_sum_of_two(bias):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weight.requires_grad_()
     assert torch.autograd.grad(
-        linear.corrected(x, low, weight, factor, shift), weight, grad, allow_unused=True
+        lora.corrected(x, low, weight, factor, shift), weight, grad, allow_unused=True
     ) == (None,)

@@ -78,7 +78,7 @@ class Tensors:
         if set(self.own) != set(stored(adapter.spec)):
             raise InputError(
                 "the model has no plain weights: it is quantized, or carries LoRA",
-                hint="quant.dequantize_model or nn.linear.merge first",
+                hint="quant.dequantize_model or nn.lora.merge first",
             )
         self.plan = plan
         self.dtype = next(iter(self.own.values())).dtype

@@ -180,7 +180,7 @@ def save_adapter(model: Model, lora: LoRA, folder: str | Path, *, base: str = ""
 
 
 def load_adapter(model: Model, folder: str | Path) -> LoRA:
-    """Add an adapter, ours or PEFT's, to a plain model; `nn.linear.merge` folds it in."""
+    """Add an adapter, ours or PEFT's, to a plain model; `nn.lora.merge` folds it in."""
     lora, arrays = read_peft(Path(folder), model.spec)
     apply_lora(model, lora)
     load_weights(model, arrays, where=str(folder), rules=lora_manifest(model.spec, lora))
