@@ -344,7 +344,7 @@ FAULTS = (
     Fault("segments one late", BATCH, "= row.segments", "= np.roll(row.segments, 1)", LEAKS),
     Fault(
         "positions go on",
-        "models.masks:positions_of",
+        "nn.position:positions_of",
         "count_BS = count_BS - ",
         "count_BS = count_BS - 0 * ",
         "packed, learned positions",

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from glassformer.models.inputs import Inputs
-from glassformer.models.masks import positions_of
 from glassformer.models.model import build
+from glassformer.nn.position import positions_of
 from glassformer.nn.taps import Taps
 from glassformer.spec.model import (
     ALiBi,

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from glassformer.models.masks import Masks, memory_mask, positions_of
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.cache import Cache, joined_valid
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding, build_embedding
 from glassformer.nn.experts import BalanceAt, BalanceLosses
+from glassformer.nn.mask import Masks, memory_mask
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import (
     AddedPosition,
@@ -22,6 +22,7 @@ from glassformer.nn.position import (
     SinusoidalPosition,
     build_own_position,
     heads_key,
+    positions_of,
 )
 from glassformer.nn.residual import Pending, defers_sums
 from glassformer.nn.taps import Taps, TapsAt, tap, under

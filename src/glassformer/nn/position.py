@@ -279,3 +279,21 @@ def make_tables(module: nn.Module, device: torch.device | str) -> None:
     for part in module.modules():
         if isinstance(part, ComputedTable):
             part.table = part.on(torch.device(device), part.table.dtype)
+
+
+def positions_of(
+    past: int, length: int, valid_BS: Tensor | None, segments_BT: Tensor | None
+) -> Tensor | slice:
+    """Return the position of each new token, counting real tokens only, from 0 in every segment."""
+    if valid_BS is None and segments_BT is None:
+        return slice(past, past + length)
+    if valid_BS is None:
+        assert segments_BT is not None
+        valid_BS = torch.ones_like(segments_BT, dtype=torch.bool)
+    count_BS = valid_BS.cumsum(1) - 1
+    if segments_BT is not None:
+        begins_BS = torch.ones_like(valid_BS)
+        begins_BS[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+        before_BS = valid_BS.cumsum(1) - valid_BS.long()
+        count_BS = count_BS - (before_BS * begins_BS).cummax(1).values
+    return count_BS.clamp(min=0)[:, past:]
