@@ -23,13 +23,15 @@ from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.cli.main import app
 from glassformer.generation import beam
 from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.loop import decode
 from glassformer.generation.prompts import Prompts
+from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.quant.contents import quantization_report
 from glassformer.quant.convert import quantize_model
 from glassformer.spec.decoding import DecodeSpec
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError
 from glassformer.spec.model import NextHead
 from glassformer.spec.presets import PRESETS
 from glassformer.spec.quantization import QuantSpec, to_record
@@ -160,11 +162,20 @@ def test_two_heads_where_the_config_has_one(tmp_path):
             opened(folder)
 
 
-def test_lists_of_likeliest_tokens_are_refused_by_name(tmp_path):
-    gf.save(gf.build("core", seed=1), tmp_path / "m")
-    _, stepper = open_stepper(tmp_path / "m")
-    with pytest.raises(InputError, match="list of likeliest"):
-        stepper.chooser(DecodeSpec(), Prompts.of([[1]]), logprobs=True, count=3)
+def test_lists_of_top_tokens_are_those_of_torch(tmp_path):
+    model = gf.build("core", seed=1)
+    gf.save(model, tmp_path / "m")
+    _, arrays = open_stepper(tmp_path / "m")
+    spec = DecodeSpec(max_new_tokens=6)
+    ours, theirs = (
+        list(decode(stepper, [[1, 2]], spec=spec, top_logprobs=3))
+        for stepper in (arrays, TorchStepper(model.model))
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        (of_arrays, of_torch) = (dict(column.top(0)) for column in (a, b))
+        assert [*of_arrays] == [*of_torch]
+        assert [*of_arrays.values()] == pytest.approx([*of_torch.values()], abs=1e-5)
+        assert float(a.logprobs_B[0]) == a.top(0)[0][1]  # greedy
 
 
 # --- quantized checkpoints ------------------------------------------------------------------------

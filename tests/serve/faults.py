@@ -32,7 +32,7 @@ FAULTS = (
     Fault("a penalty counts once", "generation.batching:Shift.taken", "-= self.frequency + (self.presence if is_first else 0.0)", "-= (self.frequency + self.presence) if is_first else 0.0", "penalties"),
     Fault("presence is paid again", "generation.batching:Shift.taken", "(self.presence if is_first else 0.0)", "self.presence", "penalties"),
     Fault("a bias is forgotten", f"{BATCH}._chosen", "shifted_1V = logits_1V.float() + user.shift_1V.to(logits_1V.device)", "pass", "a bias"),
-    Fault("log-probabilities of another token", LOGPROB, "logprob = float(values_V[token])", "logprob = float(values_V[token - 1])", "log-probabilities"),
+    Fault("log-probabilities of another token", LOGPROB, "logprobs_of(x_1V, [token])", "logprobs_of(x_1V, [token - 1])", "log-probabilities"),
     Fault("log-probabilities after the bias", f"{BATCH}._chosen", "_logprob(logits_1V[0], token", "_logprob(shifted_1V[0], token", "log-probabilities are the model's"),
     # prompts that are scored
     Fault("scores of the token itself", f"{BATCH}._read", "user.prompt[span.start + 1 : span.start + 1 + len(span.tokens)]", "user.prompt[span.start : span.start + len(span.tokens)]", "an echo is one forward"),

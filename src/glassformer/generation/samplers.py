@@ -441,11 +441,9 @@ def _start_fetch(
 
 @_quiet
 def logprobs_of(logits_BV: Array, tokens_B: Sequence[int]) -> Array:
-    """Return the log-probability of one token in each row, in the precision of the logits."""
-    x_BV, xp = _wide(logits_BV), _of(logits_BV)
-    above_BV = x_BV - xp.amax(x_BV, axis=-1, keepdims=True)
-    chosen_B = _take(above_BV, _beside(tokens_B, x_BV)[:, None])[:, 0]  # a copy
-    return chosen_B - xp.log(xp.exp(above_BV, out=above_BV).sum(-1))
+    """Return the log-probability of one token in each row, in float64."""
+    tokens_B1 = _beside(tokens_B, logits_BV)[:, None]
+    return (_take(logits_BV, tokens_B1) - _log_sums(logits_BV))[:, 0]
 
 
 @_quiet
