@@ -15,7 +15,7 @@ from glassformer.cli.main import app
 from glassformer.models.inputs import Inputs
 from glassformer.spec.errors import InputError
 from tests.adapters.checkpoints import perturbed
-from tests.checks.faults import Fault, planted
+from tests.planting import Binary, Fault, If, mutate, planted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -263,66 +263,18 @@ FAULTS = [
     (
         Fault(
             "position 0 is row 0",
-            "nn.position:LearnedPosition.rows_of",
-            "not self.offset",
-            "True",
+            mutate("nn.position:LearnedPosition.rows_of", If(), to="True"),
             "",
         ),
         "roberta",
     ),
     (
         Fault(
-            "types are forgotten",
-            "models.stack:run_stack",
-            "torch.zeros_like(tokens_BT) if types_BT is None else types_BT",
-            "torch.zeros_like(tokens_BT)",
-            "",
-        ),
-        "bert",
-    ),
-    (
-        Fault(
-            "no norm of the embedding",
-            "models.stack:run_stack",
-            "parts.embed_norm(x_BTD)",
-            "x_BTD",
-            "",
-        ),
-        "distilbert",
-    ),
-    (
-        Fault(
-            "no activation before the logits",
-            "nn.heads:HeadTransform.forward",
-            "activate(self.dense(x_BTD), self.activation)",
-            "self.dense(x_BTD)",
-            "",
-        ),
-        "bert",
-    ),
-    (
-        Fault(
             "a window one too narrow",
-            "adapters.families.encoders:read_modern",
-            "// 2 + 1",
-            "// 2",
+            mutate("adapters.families.encoders:read_modern", Binary("+"), to="{left}"),
             "",
         ),
         "modernbert",
-    ),
-    (
-        Fault(
-            "one rotary base for all layers",
-            "adapters.families.encoders:read_modern",
-            "position=None if local == whole else local",
-            "position=None",
-            "",
-        ),
-        "modernbert",
-    ),
-    (
-        Fault("the pooler has no tanh", "nn.heads:Pooler.forward", "torch.tanh", "", ""),
-        "bert body",
     ),
 ]
 

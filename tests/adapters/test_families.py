@@ -8,7 +8,7 @@ from glassformer.adapters.config import Config
 from glassformer.adapters.counterpart import differences
 from glassformer.adapters.registry import ADAPTERS
 from glassformer.spec.errors import FileError, InputError
-from tests.checks.faults import Fault, planted
+from tests.planting import Call, Constant, Fault, Keyword, mutate, planted
 
 TOLERANCE = 1e-5  # of the largest logit, float32
 
@@ -105,23 +105,13 @@ def test_a_random_config_is_equal_or_refused_by_name(model_type, seed):
 
 
 GPT2, EXPERTS = "adapters.families.gpt2:", "adapters.families.experts:"
-RELATIVES = "adapters.families.relatives:"
 FAULTS = [
-    Fault("no window", f"{GPT2}read_neo", 'window if kind == "local"', "None if kind", "gpt_neo"),
-    Fault("scores are scaled", f"{GPT2}read_neo", "scale=1.0", "scale=None", "gpt_neo"),
-    Fault("rows as they are", f"{GPT2}gptj_table", "Interleaved(width, turned)", "Rows()", "gptj"),
-    Fault("two norms", f"{GPT2}read_gptj", '"parallel_shared"', '"parallel"', "gptj"),
-    Fault("positions from 0", f"{GPT2}read_opt", "offset=2", "offset=0", "opt"),
-    Fault("base as it is", f"{RELATIVES}_stretched", "base *= ", "_ = ", "hunyuan_v1_dense"),
-    Fault("no limit", f"{EXPERTS}read_gpt_oss", "clamp=clamp", "clamp=None", "gpt_oss"),
-    Fault("no sinks", f"{EXPERTS}read_gpt_oss", "sinks=True", "sinks=False", "gpt_oss"),
-    Fault("gate, then up", f"{EXPERTS}gpt_oss_table", ", alternating=True", "", "gpt_oss"),
+    Fault("scores are scaled", mutate(f"{GPT2}read_neo", Constant(1.0), to="None"), "gpt_neo"),
+    Fault("no sinks", mutate(f"{EXPERTS}read_gpt_oss", Keyword("sinks"), to="False"), "gpt_oss"),
     Fault(
-        "no factors",
-        f"{EXPERTS}read_granite_moe",
-        "return with_multipliers(",
-        "return (lambda spec, _: spec)(",
-        "granitemoe",
+        "gate, then up",
+        mutate(f"{EXPERTS}gpt_oss_table", Call("Experts"), to="{func}(per=2, transposed=True)"),
+        "gpt_oss",
     ),
 ]
 

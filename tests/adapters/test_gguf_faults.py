@@ -10,9 +10,17 @@ from glassformer.adapters.gguf.header import _read_head
 from glassformer.adapters.load import load
 from glassformer.spec.errors import FileError, InputError
 from tests.adapters.checkpoints import folder_of, live, tokens
-from tests.adapters.gguf.faults import READING, WRITING
 from tests.adapters.gguf.files import write_foreign
-from tests.checks.faults import planted
+from tests.planting import Fault, Name, Return, mutate, planted
+
+READING = (
+    Fault("rows not reordered", mutate("adapters.gguf.config:table_of", Name("turned"), to="False"), "llama"),
+    Fault("dimensions not turned around", mutate("adapters.gguf.header:_Cursor.stored", Name("reversed"), to="list"), "llama"),
+)  # fmt: skip
+
+WRITING = (
+    Fault("written as it is", mutate("adapters.table:Interleaved.join", Return(), to="{value}"), "llama"),
+)  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

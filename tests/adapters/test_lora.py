@@ -32,7 +32,7 @@ from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.train import LoRA, lora_manifest
 from glassformer.store.tensors import read_header, tensor_bytes
-from tests.checks.faults import Fault, planted
+from tests.planting import Fault, Name, mutate, planted
 from tests.tiny import tiny, token_ids
 
 SIZES = {
@@ -256,30 +256,10 @@ def test_nothing_is_lost_or_overwritten(tmp_path):
 # --- tests are tested -----------------------------------------------------------------------------
 
 FAULTS = (
-    Fault("alpha not written", "adapters.folder.lora:peft_files", "int(lora.alpha) if", "8 if", ""),
     Fault(
         "rank as alpha",
-        "adapters.folder.lora:peft_files",
-        '"r": lora.rank',
-        '"r": int(lora.alpha)',
+        mutate("adapters.folder.lora:peft_files", Name("rank"), to="int({value}.alpha)"),
         "",
-    ),
-    Fault(
-        "A and B swapped",
-        "adapters.folder.lora:_renamed",
-        "{leaf}.{end}",
-        "{'lora_A' if leaf == 'lora_B' else 'lora_B'}.{end}",
-        "",
-    ),
-    Fault(
-        "names of another layer",
-        "adapters.folder.lora:_renamed",
-        "names[projection]",
-        "names[projection].replace('layers.0', 'layers.9')",
-        "",
-    ),
-    Fault(
-        "prefix forgotten", "adapters.folder.lora:peft_files", "PREFIX + _renamed", "_renamed", ""
     ),
 )
 

@@ -82,10 +82,9 @@ from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
 from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import build_optimizers
-from tests.checks.faults import Fault, planted
+from tests.planting import Fault, Name, mutate, planted
 
 D_MODEL, VOCAB, LENGTH = 32, 23, 11
-NEVER = "assert_never(unreachable)"
 
 
 @spec
@@ -347,24 +346,32 @@ def open_the_doors(monkeypatch: pytest.MonkeyPatch) -> None:
 OPENED = [
     Fault(
         "torch",
-        "nn.embedding:build_embedding",
-        NEVER,
-        "return TokenEmbedding(vocab_size, d_model)",
+        mutate(
+            "nn.embedding:build_embedding",
+            Name("unreachable"),
+            statement="return TokenEmbedding(vocab_size, d_model)",
+        ),
         "embedding/torch parts",
     ),
     Fault(
         "torch norm",
-        "nn.norm:build_norm",
-        NEVER,
-        "return LayerNorm(width, eps=1)",
+        mutate(
+            "nn.norm:build_norm", Name("unreachable"), statement="return LayerNorm(width, eps=1)"
+        ),
         "norm/torch parts",
     ),
-    Fault("taps", "spec.model:ffn_taps", NEVER, "return FFN_TAPS", "feed-forward/taps"),
+    Fault(
+        "taps",
+        mutate("spec.model:ffn_taps", Name("unreachable"), statement="return FFN_TAPS"),
+        "feed-forward/taps",
+    ),
     Fault(
         "memory",
-        "spec.program:_Writer.norm",
-        NEVER,
-        "kind, biased = Norm(over=over, eps=1.0), False",
+        mutate(
+            "spec.program:_Writer.norm",
+            Name("unreachable"),
+            statement="kind, biased = (Norm(over=over, eps=1.0), False)",
+        ),
         "norm/memory",
     ),
 ]

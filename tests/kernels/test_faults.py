@@ -3,9 +3,9 @@
 import pytest
 
 from glassformer.kernels import c_library
-from tests.checks.faults import Fault, planted
 from tests.kernels.checks import CHECKS
 from tests.kernels.faults import FAULTS, damaged_library, new_memory_is_nan
+from tests.planting import Choice, Constant, Fault, mutate, planted
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -22,16 +22,12 @@ def test_every_fault_is_caught(fault, tmp_path, monkeypatch):
 CALLERS = (
     Fault(
         "rows that attend to nothing attend",
-        "kernels.train_kernels:_AttentionLayerPart.forward",
-        "out_BNTH.masked_fill_(empty, 0.0)",
-        "pass",
+        mutate("kernels.train_kernels:_AttentionLayerPart.forward", Constant(0.0), drop=True),
         "attention_layers_are_torchs",
     ),
     Fault(
         "an input's gradient is the last product's",
-        "kernels.train_kernels:_product_slopes",
-        "if dx_MI is None else dx_MI.addmm_(dy_MO, weight_OI)",
-        "",
+        mutate("kernels.train_kernels:_product_slopes", Choice(), to="{body}"),
         "products_are_torchs",
     ),
 )

@@ -6,7 +6,7 @@ import pytest
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.lab.finetune import Chat, Plain, Prompted, Speech, examples_of
 from glassformer.spec.errors import InputError
-from tests.checks.faults import Fault, planted
+from tests.planting import Fault, If, mutate, planted
 
 
 def said(*turns: str) -> tuple[dict[str, str], ...]:
@@ -137,32 +137,7 @@ CHECKS = {
     "anew": a_past_that_is_written_anew_makes_another_example,
 }
 TOKENS, PIECES = "lab.finetune:_tokens", "lab.finetune:conversations"
-FAULTS = (
-    Fault("loss on prompts", TOKENS, "if piece.learned else 0", "if True else 0", "answers"),
-    Fault("the end is not learned", TOKENS, "place + 1 for place", "place for place", "answers"),
-    Fault(
-        "learned beyond the end",
-        TOKENS,
-        "ends[-1] if ends else",
-        "len(own) if ends else",
-        "answers",
-    ),
-    Fault(
-        "mask shifted",
-        TOKENS,
-        "learned += [True] * told",
-        "learned += [False] + [True] * (told - 1)",
-        "answers",
-    ),
-    Fault("the prompt twice", PIECES, "asked[len(said) :]", "asked", "answers"),
-    Fault(
-        "a changed past goes on",
-        PIECES,
-        "if not made or not asked.startswith(said):",
-        "if not made:",
-        "anew",
-    ),
-)
+FAULTS = (Fault("loss on prompts", mutate(TOKENS, If("learned"), to="True"), "answers"),)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -25,7 +25,7 @@ from glassformer.spec.train import RunSpec
 from glassformer.training.distributed import DistributedEngine, Ranks
 from glassformer.training.fit import StepRecord, fit
 from glassformer.training.torch_engine import TorchEngine
-from tests.checks.faults import Fault, planted
+from tests.planting import Call, Fault, Name, mutate, planted
 from tests.training.samples import RUNS, digits, machine, uneven
 
 #: 10 rows a batch and 48 or 64 examples: the last batch of an epoch is short, 5 rows a rank or 4.
@@ -99,37 +99,18 @@ def narrow(ranks: Ranks, folder: Path) -> dict[str, float]:
 FAULTS = (
     Fault(
         "each rank divides by its own tokens",
-        "training.distributed:DistributedEngine.step",
-        "totals(batches, self.spec)",
-        "totals([self.ranks.share(batch) for batch in batches], self.spec)",
-        "",
-    ),
-    Fault(
-        "the penalty counts on every rank",
-        "training.distributed:DistributedEngine.__init__",
-        "Part(ranks.size,",
-        "Part(1,",
-        "",
-    ),
-    Fault(
-        "experts are balanced on each rank alone",
-        "training.distributed:DistributedEngine.__init__",
-        "ranks.sum,",
-        "None,",
+        mutate(
+            "training.distributed:DistributedEngine.step",
+            Name("batches"),
+            to="[self.ranks.share(batch) for batch in {it}]",
+        ),
         "",
     ),
     Fault(
         "gradients are not summed",
-        "training.distributed:DistributedEngine._sum_gradients",
-        "self.ranks.sum(torch.cat(",
-        "(torch.cat(",
-        "",
-    ),
-    Fault(
-        "all ranks compute the same rows",
-        "training.distributed:Ranks.share",
-        "slice(self.rank, None, self.size)",
-        "slice(0, None, self.size)",
+        mutate(
+            "training.distributed:DistributedEngine._sum_gradients", Call("sum"), to="{args[0]}"
+        ),
         "",
     ),
 )

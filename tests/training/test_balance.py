@@ -11,7 +11,7 @@ import torch
 from glassformer.data.build_task import build_task
 from glassformer.nn.experts import BalanceLosses
 from glassformer.training.fit import fit
-from tests.checks.faults import Fault, planted
+from tests.planting import Binary, Fault, mutate, planted
 from tests.training.samples import ENGINES, engine_of, gradients, reverse, worst_relative
 
 EXPERTS = (
@@ -102,49 +102,11 @@ def test_balance(name):
     CHECKS[name]()
 
 
-STEP = "training.torch_engine:TorchEngine._objective"
 FAULTS = [
     Fault(
         "every batch counts alike",
-        "training.engine:balance_shares",
-        "tokens[side][i] / (sum(tokens[side]) or 1)",
-        "1 / len(batches)",
+        mutate("training.engine:balance_shares", Binary("/"), to="1 / len(batches)"),
         "weighed, numpy",
-    ),
-    Fault(
-        "an encoder's layers count the target's tokens",
-        "training.engine:balance_shares",
-        'layer.startswith("encoder.")',
-        "False",
-        "weighed, torch",
-    ),
-    Fault(
-        "balance inside the loss",
-        STEP,
-        "for number in (loss, balance",
-        "for number in (loss + term, balance",
-        "apart, torch",
-    ),
-    Fault(
-        "balance not differentiated",
-        STEP,
-        "objective = loss + term",
-        "objective = loss + 0 * term",
-        "engines",
-    ),
-    Fault(
-        "the coefficient counts twice",
-        "nn.experts:BalanceLosses.add",
-        "self.losses[layer] = loss",
-        "self.losses[layer] = loss * coefficient",
-        "engines",
-    ),
-    Fault(
-        "the first layer stands for all",
-        "nn.experts:BalanceLosses.weighted",
-        "torch.stack(plain).mean()",
-        "plain[0]",
-        "weighed, torch",
     ),
 ]
 

@@ -14,7 +14,7 @@ from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.fit import fit
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
-from tests.checks.faults import Fault, planted
+from tests.planting import Call, Fault, mutate, planted
 from tests.tiny import token_ids
 from tests.training.samples import RUNS, gradients
 
@@ -128,18 +128,15 @@ def test_evaluation_is_untouched():
 # --- tests are tested -----------------------------------------------------------------------------
 
 WHERE = "models.stack:run_stack"
-HOW = "partial(checkpoint, module, use_reentrant=False)"
 FAULTS = (
     Fault(
-        "dropout drawn anew", WHERE, HOW, HOW.replace(")", ", preserve_rng_state=False)"), "bits"
-    ),
-    Fault("nothing is recomputed", WHERE, f"{HOW} if recompute else module", "module", "memory"),
-    Fault(
-        "the switch does nothing",
-        "training.torch_engine:TorchEngine.__init__",
-        "recompute=train.gradient_checkpointing",
-        "recompute=False",
-        "engine",
+        "dropout drawn anew",
+        mutate(
+            WHERE,
+            Call("partial"),
+            to="{func}({args[0]}, {args[1]}, use_reentrant=False, preserve_rng_state=False)",
+        ),
+        "bits",
     ),
 )
 
