@@ -452,8 +452,7 @@ def likeliest_of(logits_BV: Array, count: int) -> list[Likeliest]:
     if not _is_here(logits_BV):
         logits_BV = logits_BV.cpu()
     x_BV, best = as_array(logits_BV), []
-    above_BV = x_BV - x_BV.max(-1, keepdims=True)
-    value_BV = above_BV - np.log(np.exp(above_BV).sum(-1, keepdims=True))  # as in logprobs_of
+    value_BV = x_BV - _log_sums(x_BV)
     for value_V, least in zip(value_BV, _largest(value_BV, count)[:, -1], strict=True):
         ids = np.flatnonzero(~(value_V < least))
         ids = ids[np.argsort(-value_V[ids], kind="stable")][:count]
