@@ -90,7 +90,7 @@ FAULTS = (
     Fault("rotary interleaved", mutate("nn.position:rotate", Call("chunk"), to="(x_BNTH[..., ::2], x_BNTH[..., 1::2])"), ROTARY),
     Fault("slopes halved beyond a power of two", mutate("spec.position:alibi_slopes", Assign("between"), to="{func}(2, 1 + {args[1]}, 2)"), ALIBI),
     Fault("read scores without their bias", mutate(ATTEND, If("bias"), to="False"), READ, "alibi-lm"),
-    Fault("fast step without its bias", mutate("generation.fast.block:FastAttention.heads", If("mask"), drop=True), STEPS, "alibi-lm"),
+    Fault("fast step without its bias", mutate("gpu.derived_step:FastAttention.heads", If("mask"), drop=True), STEPS, "alibi-lm"),
     Fault("near distances share a bucket", mutate("spec.position:relative_buckets", Assign("exact"), part="right", to="4"), RELATIVE),
     Fault("sinusoid sin and cos swapped", mutate("kernels.tables:sinusoids", Name("sin", nth=1), to="np.cos"), SINUSOIDS),
     # norms, feed-forward, blocks
@@ -137,7 +137,7 @@ FAULTS = (
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", mutate("generation.stepper:TorchStepper._read", Return(), arg=0, to="1.0001 * {it}"), STEPS, "core"),
     Fault("a program without its final norm", mutate("generation.fast.program:NativeProgram.head", Assign("at", nth=1), drop=True), NATIVE, "core"),
-    Fault("a lean step in the wrong place", mutate("generation.fast.stepper:FastStepper.step", Binary("+"), to="max(1, {left})"), STEPS, "core"),
+    Fault("a lean step in the wrong place", mutate("gpu.recorded_stepper:RecordedStepper.step", Binary("+"), to="max(1, {left})"), STEPS, "core"),
     Fault("float64 through float32", mutate("generation.stepper:TorchStepper._read", Return(), arg=0, to="{it}.float().to({value}.dtype)"), WIDE_STEPS, "qwen"),
     Fault("draws by the place in the batch", mutate("generation.samplers:draw", Call("uniforms"), arg=1, to="range(len({it}))"), BATCHES, "core"),
     Fault("the same chance at every step", mutate("generation.samplers:draw", Name("step"), to="0"), EVERYTHING, "core"),
