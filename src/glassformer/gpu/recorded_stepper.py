@@ -368,7 +368,7 @@ class RecordedStepper(Stepper):
         logits_BV = self._step(
             tokens_B,
             slots.kvs,
-            torch.tensor([end], device=past.device),
+            torch.full((1,), end, device=past.device),
             positions_B=past.positions_B,
             mask_B11S=past.mask_B11S,
             crosses=past.crosses,
