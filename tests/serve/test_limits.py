@@ -184,7 +184,7 @@ def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
     """Its answer ends with an error that says so, and another client is served meanwhile."""
     monkeypatch.setattr(answers, "UNREAD_SECONDS", 0.05)
     made = House(folder, slots=1)
-    body = {"model": "tiny", "prompt": "the", "max_tokens": 100, "n": 128, "stream": True}
+    body = {"model": "tiny", "prompt": ["the"] * 8, "max_tokens": 100, "n": 16, "stream": True}
     wanted = 128 * 100
 
     async def work(client):
@@ -214,7 +214,7 @@ def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
             "client": ("127.0.0.1", 1),
         }
         stuck = asyncio.create_task(made.app(scope, receive, send))
-        other = {**body, "n": 1, "stream": False, "max_tokens": 3}
+        other = {**body, "prompt": "a", "n": 1, "stream": False, "max_tokens": 3}
         assert (await client.post("/v1/completions", json=other)).status_code == 200
         while made.served.batcher.busy:
             await asyncio.sleep(0.01)

@@ -569,8 +569,8 @@ def _near(
     pair = turned(heads.q, heads.k)
     if pair is None:
         return None
-    for name, other in _scales(scene, q, H).items():
-        if _equal(attended(*pair, heads.v, scale=other, allow=allow), wanted):
+    for name, another in _scales(scene, q, H).items():
+        if _equal(attended(*pair, heads.v, scale=another, allow=allow), wanted):
             return replace(way, scale=name)
     order = torch.arange(T)[:, None] - torch.arange(T)
     for width in range(1, T):
