@@ -133,13 +133,13 @@ class Answer:
                     self.engine.count(self.served.name, FINISH[finish])
                 yield place, tokens, text
 
-    def end(self, outcome: str = "cancelled") -> None:
-        """Cancel what has not ended: the client has gone, or an error ends the answer."""
+    def end(self, outcome: str = "") -> None:
+        """Cancel what has not ended: the client has gone or reads nothing, or an error ends it."""
         if self._clock is not None:
             self._clock.cancel()
         if self.left:
-            if all(row.finish is None for row in self.rows):
-                self.engine.count(self.served.name, outcome)
+            if outcome or all(row.finish is None for row in self.rows):
+                self.engine.count(self.served.name, outcome or "cancelled")
             self.engine.cancel(self.served.name, self.rows)
             self.left.clear()
 
