@@ -182,10 +182,9 @@ def test_an_answer_that_takes_too_long_is_given_up(folder):
 
 def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
     """Its answer ends with an error that says so, and another client is served meanwhile."""
-    monkeypatch.setattr(answers, "UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(answers, "UNREAD_SECONDS", 0.0)
     made = House(folder, slots=1)
     body = {"model": "tiny", "prompt": ["the"] * 8, "max_tokens": 100, "n": 16, "stream": True}
-    wanted = 128 * 100
 
     async def work(client):
         sent, reads = [], asyncio.Event()
@@ -225,10 +224,11 @@ def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
 
     text = made.ask(work)
     made.close()
-    assert '"code": "unread"' in text and "The client read nothing for 0.05 seconds" in text
+    assert '"code": "unread"' in text and "The client read nothing for 0 seconds" in text
     assert "[DONE]" not in text
-    assert made.engine.figures["tiny"].requests["unread"] == 1
-    assert made.served.batcher.made_tokens < wanted / 2
+    ended = made.engine.figures["tiny"].requests
+    assert ended.pop("unread") == 1
+    assert sum(ended.values()) < 128  # of all choices of both clients
 
 
 def test_bad_requests_are_4xx_and_nothing_is_printed(house, capfd):
