@@ -215,7 +215,7 @@ def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
         stuck = asyncio.create_task(made.app(scope, receive, send))
         other = {**body, "prompt": "a", "n": 1, "stream": False, "max_tokens": 3}
         assert (await client.post("/v1/completions", json=other)).status_code == 200
-        while made.served.batcher.busy:
+        while "unread" not in made.engine.figures["tiny"].requests or made.served.batcher.busy:
             await asyncio.sleep(0.01)
         assert not stuck.done()
         reads.set()
