@@ -19,7 +19,7 @@ from glassformer.spec.errors import InputError, MachineError, nearest
 
 #: The slowest first; an index is the variant's number in native.h.
 VARIANTS = ("portable", "avx2", "avx512-vnni")
-#: Passes of a training step, each of which takes one structure (train_kernels.py).
+#: Passes of a training step, each of which takes one structure (training.py).
 TRAINING = (
     "attention_forward",
     "attention_backward",
@@ -28,8 +28,11 @@ TRAINING = (
     "norm_backward",
     "gate_forward",
     "gate_backward",
+    "sum",
+    "columns_sum",
     "turn",
     "add_rows",
+    "adam",
     "adamw",
 )
 
@@ -110,6 +113,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         getattr(found, f"glass_{name}").argtypes = [pointer]
         getattr(found, f"glass_{name}").restype = number if "attention" in name else None
     found.glass_norm_pieces.argtypes, found.glass_norm_pieces.restype = [wide], wide
+    found.glass_squares.argtypes, found.glass_squares.restype = [pointer], ctypes.c_double
     found.glass_total_norm.argtypes, found.glass_total_norm.restype = [pointer], ctypes.c_double
     found.glass_use_threads_of(_torch_pool())
     return found

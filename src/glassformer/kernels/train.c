@@ -1,9 +1,10 @@
 /* A training step's passes over memory, each in one go and with its gradient: attention of short
-   sequences, the loss, RMSNorm, the gate of SwiGLU, rotary positions, an embedding's gradient,
-   clipping and AdamW.
+   sequences, the loss, norms, activations and gates, rotary positions, sums with dropout, an
+   embedding's gradient, clipping and AdamW.
 
-   train_kernels.py makes them parts of torch's graph. Every item of shared work is computed in an
-   order of its own, so that the number of threads changes no bit. */
+   training.py calls them on arrays, train_kernels.py makes them parts of torch's graph. Every item
+   of shared work is computed in an order of its own, so that the number of threads changes no
+   bit. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -18,6 +19,7 @@
 #define AHEAD 8       /* rows that are loaded before they are copied */
 #define NORM_ROWS 64 /* rows of one piece of a norm's gradient */
 #define STEADY 4     /* pieces of shared work for each thread */
+#define PIECE (1 << 14) /* numbers that are updated together */
 
 /* A matrix on the left of a product: distances between its rows, and along the sum. */
 struct side {
@@ -32,6 +34,14 @@ struct heads {
     int64_t batch, head, row;
 };
 
+/* Number i is dropped if its hash is below a limit, of 2^24; the others are multiplied. A limit of 0
+   drops nothing. Nothing is stored: backward computes the hashes again. */
+struct drop {
+    uint32_t seed, salt;
+    int32_t limit;
+    float factor;
+};
+
 struct attention {
     struct heads q, k, v, out, d_out, d_q, d_k, d_v;
     float *kept;          /* (B, heads, queries, 2): the largest score, 1 / sum */
@@ -40,6 +50,13 @@ struct attention {
     int64_t batch, heads, kv_heads, queries, keys, width;
     float scale;
     int32_t causal, threads, failed;
+    const float *bias; /* or null: added to scores, distances between sequences, heads and rows */
+    int64_t bias_batch, bias_head, bias_row;
+    float *d_bias;      /* or null: (B, heads, queries, keys), all 0 */
+    const float *sinks; /* or null: (heads): scores that take part and have no value */
+    float *d_sinks;     /* (B, heads) */
+    float softcap;      /* 0: none */
+    struct drop drop;
 };
 
 #define HEAD(name, b, n) (a->name.at + (b) * a->name.batch + (n) * a->name.head)
@@ -62,14 +79,38 @@ struct norm {
     float *dx, *d_gain;
     int64_t rows, width;
     float eps;
-    int32_t threads;
+    int32_t threads, layer; /* layer: LayerNorm, whose rows have a mean */
+    float plus, scale;      /* the gain is gain + plus; what is added is multiplied by scale */
+    const float *bias;      /* or null */
+    float *mean, *d_bias;
+    struct drop drop; /* of what is added */
 };
 
+enum { SILU, GELU, GELU_TANH, RELU, RELU2, TANH };
+
 struct gate {
-    const float *gate, *up;
-    float *y; /* backward: dy */
+    const float *gate, *up; /* up: or null, then y = f(gate) */
+    float *y;               /* backward: dy */
     float *d_gate, *d_up;
-    int64_t count;
+    int64_t rows, width;
+    int64_t gate_row, up_row, d_gate_row, d_up_row; /* distances; rows of y lie together */
+    int32_t threads, function;
+};
+
+/* y = x + scale drop(z): x or null; rows of z are z_row apart, 0: one for all. */
+struct sum {
+    const float *x, *z;
+    float *y;
+    int64_t rows, width, z_row;
+    float scale;
+    int32_t threads;
+    struct drop drop;
+};
+
+struct columns {
+    const float *x;
+    float *sums; /* (pieces, width) */
+    int64_t rows, width, row;
     int32_t threads;
 };
 
@@ -85,15 +126,28 @@ struct added_rows {
     const float *from; /* (rows, width) */
     const int64_t *index;
     int64_t rows, width;
+    float scale;
 };
 
 struct tensor {
     float *weight, *mean, *square, *step; /* step: one number */
-    double decay, rate, root;
+    double decay;
 };
 
 struct piece {
     int64_t of, begin, count;
+};
+
+/* Numbers that lie together, and are updated alike. */
+struct adam {
+    float *weight;
+    const float *gradient;
+    float *mean, *square;
+    double *sums; /* of squares, of each PIECE numbers */
+    int64_t count;
+    double lr, beta1, beta2, eps, decay, steps;
+    float scale;
+    int32_t threads;
 };
 
 struct update {
@@ -167,18 +221,34 @@ EXPORT void glass_norm_backward(struct norm *norm) {
     share(variants, norm, pieces, NORM_ROWS * D, norm->threads);
     for (int64_t piece = 1; piece < pieces; piece++)
         for (int64_t i = 0; i < D; i++) norm->d_gain[i] += norm->d_gain[piece * D + i];
+    for (int64_t piece = 1; norm->d_bias && piece < pieces; piece++)
+        for (int64_t i = 0; i < D; i++) norm->d_bias[i] += norm->d_bias[piece * D + i];
 }
 
 EXPORT int64_t glass_norm_pieces(int64_t rows) { return (rows + NORM_ROWS - 1) / NORM_ROWS; }
 
 EXPORT void glass_gate_forward(struct gate *gate) {
     static const part_fn variants[] = VARIANTS(gate_forward);
-    share(variants, gate, gate->count, 4, gate->threads);
+    share(variants, gate, gate->rows, 4 * gate->width, gate->threads);
 }
 
 EXPORT void glass_gate_backward(struct gate *gate) {
     static const part_fn variants[] = VARIANTS(gate_backward);
-    share(variants, gate, gate->count, 4, gate->threads);
+    share(variants, gate, gate->rows, 4 * gate->width, gate->threads);
+}
+
+EXPORT void glass_sum(struct sum *sum) {
+    static const part_fn variants[] = VARIANTS(sum);
+    share(variants, sum, sum->rows, sum->width, sum->threads);
+}
+
+/* Sums over the rows, the pieces' in their order. */
+EXPORT void glass_columns_sum(struct columns *columns) {
+    static const part_fn variants[] = VARIANTS(columns);
+    int64_t pieces = (columns->rows + NORM_ROWS - 1) / NORM_ROWS, D = columns->width;
+    share(variants, columns, pieces, NORM_ROWS * D, columns->threads);
+    for (int64_t piece = 1; piece < pieces; piece++)
+        for (int64_t i = 0; i < D; i++) columns->sums[i] += columns->sums[piece * D + i];
 }
 
 EXPORT void glass_turn(struct turn *turn) {
@@ -186,12 +256,12 @@ EXPORT void glass_turn(struct turn *turn) {
     share(variants, turn, turn->sequences * turn->length, turn->heads * turn->width, turn->threads);
 }
 
-/* to[index[m]] += from[m], one after another: rows of `to` may occur again. */
+/* to[index[m]] += scale from[m], one after another: rows of `to` may occur again. */
 EXPORT void glass_add_rows(struct added_rows *added) {
     for (int64_t m = 0; m < added->rows; m++) {
         float *to = added->to + added->index[m] * added->width;
         const float *from = added->from + m * added->width;
-        for (int64_t i = 0; i < added->width; i++) to[i] += from[i];
+        for (int64_t i = 0; i < added->width; i++) to[i] += from[i] * added->scale;
     }
 }
 
@@ -206,11 +276,21 @@ EXPORT double glass_total_norm(struct update *update) {
 
 EXPORT void glass_adamw(struct update *update) {
     static const part_fn variants[] = VARIANTS(adamw);
-    for (int64_t i = 0; i < update->n_tensors; i++) {
-        struct tensor *tensor = update->tensors + i;
-        double step = (double)(tensor->step[0] += 1.0f);
-        tensor->rate = update->lr / (1.0 - pow(update->beta1, step));
-        tensor->root = sqrt(1.0 - pow(update->beta2, step));
-    }
+    for (int64_t i = 0; i < update->n_tensors; i++) update->tensors[i].step[0] += 1.0f;
     share(variants, update, update->n_pieces, update->pieces[0].count, update->threads);
+}
+
+/* The sum of the squares of some numbers, or the update of them by AdamW. */
+EXPORT double glass_squares(struct adam *adam) {
+    static const part_fn variants[] = VARIANTS(own_squares);
+    int64_t pieces = (adam->count + PIECE - 1) / PIECE;
+    double total = 0;
+    share(variants, adam, pieces, PIECE, adam->threads);
+    for (int64_t i = 0; i < pieces; i++) total += adam->sums[i];
+    return total;
+}
+
+EXPORT void glass_adam(struct adam *adam) {
+    static const part_fn variants[] = VARIANTS(adam);
+    share(variants, adam, (adam->count + PIECE - 1) / PIECE, PIECE, adam->threads);
 }

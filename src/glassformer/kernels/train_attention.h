@@ -7,6 +7,9 @@
        P = exp(q k^T scale - most) / sum                  dV = P^T dO        dP = dO V^T
        dS = P (dP - sum(dO O))                            dQ = dS K scale    dK = dS^T (Q scale)
 
+   With M for dropout's 0 and factors, O = (P M) V: P M is what dV has in the place of P, and dP is
+   (dO V^T) M. A cap multiplies dS by its slope before dQ and dK; a bias has dS without it.
+
    Everything is copied to memory of its own first: heads lie far apart, which a cache takes badly,
    and there every row begins with a vector, rows are complete vectors, and their number a multiple
    of four, all filled up with zeros. So all six products are the same few lines: a number of the
@@ -135,6 +138,24 @@ TARGET INLINE void NAME(close)(const struct attention *a, float *scores, int64_t
             scores[s] = allow[s * a->allow_key] ? scores[s] : -INFINITY;
 }
 
+/* Scores of query t as the softmax has them: capped, with their bias, -inf where a mask excludes. */
+TARGET INLINE void NAME(finish)(const struct attention *a, float *scores, int64_t b, int64_t n,
+                                int64_t t, int64_t keys) {
+    if (a->softcap > 0)
+        for (int64_t s = 0; s < keys; s += WIDTH)
+            *(stored *)(scores + s) = FILL(a->softcap) * NAME(tangent)(*(stored *)(scores + s) / FILL(a->softcap));
+    if (a->bias) {
+        const float *bias = a->bias + b * a->bias_batch + n * a->bias_head + t * a->bias_row;
+        for (int64_t s = 0; s < keys; s++) scores[s] += bias[s];
+    }
+    if (a->allow) NAME(close)(a, scores, b, n, t, keys);
+}
+
+/* What of a weight is dropped: numbers of its row from key s on. */
+TARGET INLINE lanes NAME(spared)(const struct attention *a, int64_t b, int64_t n, int64_t t, int64_t s) {
+    return NAME(kept)(&a->drop, (uint32_t)(((b * a->heads + n) * a->queries + t) * a->keys + s));
+}
+
 /* How many keys query t may attend to, of the first `keys`. */
 INLINE int64_t NAME(reach)(const struct attention *a, int64_t t, int64_t keys) {
     return a->causal && t + 1 < keys ? t + 1 : keys;
@@ -183,19 +204,24 @@ TARGET static void NAME(attention_forward)(void *data, int64_t first, int64_t la
                     float *row = scores + r * line;
                     int64_t reach = NAME(reach)(a, t + r, keys);
                     lanes most = FILL(-INFINITY), sums = FILL(0.0f);
-                    if (a->allow) NAME(close)(a, row, b, n, t + r, keys);
+                    NAME(finish)(a, row, b, n, t + r, keys);
                     for (int64_t s = 0; s < end; s += WIDTH) {
                         lanes v = NAME(seen)(row + s, reach - s);
                         most = NAME(pick)(v > most, v, most);
                     }
-                    kept[2 * r] = LARGEST(most);
+                    float top = LARGEST(most);
+                    if (a->sinks) top = larger(top, a->sinks[n]);
+                    kept[2 * r] = top;
                     most = FILL(kept[2 * r]);
                     for (int64_t s = 0; s < end; s += WIDTH) {
                         lanes v = NAME(weight)(NAME(seen)(row + s, reach - s), most);
-                        *(stored *)(row + s) = v;
                         sums += v;
+                        if (a->drop.limit) v *= NAME(spared)(a, b, n, t + r, s);
+                        *(stored *)(row + s) = v;
                     }
-                    kept[2 * r + 1] = 1.0f / SUM(sums);
+                    float total = SUM(sums);
+                    if (a->sinks) total += NAME(weight)(FILL(a->sinks[n]), most)[0];
+                    kept[2 * r + 1] = total > 0.0f ? 1.0f / total : 0.0f; /* 0: nothing is seen */
                 }
                 NAME(product)(&p, values, wide, out, wide, four, wide, keys, 0);
                 NAME(scatter)(out, kept + 1, 2, rows, H, HEAD(out, b, n) + t * a->out.row, a->out.row);
@@ -208,11 +234,12 @@ TARGET static void NAME(attention_backward)(void *data, int64_t first, int64_t l
     struct attention *a = data;
     int64_t T = a->queries, S = a->keys, H = a->width, group = a->heads / a->kv_heads;
     int64_t wide = WHOLE(H), line = WHOLE(S) + WIDTH, all_keys = QUADS(S) * wide;
-    float *own = own_memory(2 * wide * line + 3 * all_keys + BLOCK_ROWS * (2 * line + 3 * wide));
+    float *own = own_memory(2 * wide * line + 3 * all_keys + BLOCK_ROWS * (3 * line + 3 * wide));
     float *k_turned = own, *v_turned = k_turned + wide * line, *k_own = v_turned + wide * line;
     float *d_k = k_own + all_keys, *d_v = d_k + all_keys, *weights = d_v + all_keys;
     float *slopes = weights + BLOCK_ROWS * line, *q_own = slopes + BLOCK_ROWS * line;
     float *o_own = q_own + BLOCK_ROWS * wide, *d_q = o_own + BLOCK_ROWS * wide;
+    float *caps = d_q + BLOCK_ROWS * wide; /* slopes of the cap */
     const float one = 1.0f;
     if (!own) {
         a->failed = 1;
@@ -247,15 +274,27 @@ TARGET static void NAME(attention_backward)(void *data, int64_t first, int64_t l
                     const float *kept = a->kept + 2 * ((b * a->heads + n) * T + t + r);
                     int64_t reach = NAME(reach)(a, t + r, keys);
                     lanes dots = FILL(0.0f);
-                    if (a->allow) NAME(close)(a, row, b, n, t + r, keys);
+                    for (int64_t s = 0; a->softcap > 0 && s < end; s += WIDTH) {
+                        lanes v = NAME(tangent)(*(stored *)(row + s) / FILL(a->softcap));
+                        *(stored *)(caps + r * line + s) = 1.0f - v * v;
+                    }
+                    NAME(finish)(a, row, b, n, t + r, keys);
                     for (int64_t h = 0; h < H; h += WIDTH)
                         dots += NAME(get)(out + h, H - h) * *(stored *)(o_own + r * wide + h);
                     lanes most = FILL(kept[0]), share = FILL(kept[1]), all = FILL(SUM(dots));
                     for (int64_t s = 0; s < end; s += WIDTH) {
                         lanes p = NAME(weight)(NAME(seen)(row + s, reach - s), most) * share;
-                        *(stored *)(row + s) = p;
-                        *(stored *)(slope + s) = p * (*(stored *)(slope + s) - all);
+                        lanes d = *(stored *)(slope + s), spared = FILL(1.0f);
+                        if (a->drop.limit) spared = NAME(spared)(a, b, n, t + r, s);
+                        *(stored *)(row + s) = p * spared;
+                        d = p * (d * spared - all);
+                        if (a->d_bias && s < reach)
+                            NAME(put)(a->d_bias + ((b * a->heads + n) * T + t + r) * S + s, d, reach - s);
+                        if (a->softcap > 0) d *= *(stored *)(caps + r * line + s);
+                        *(stored *)(slope + s) = d;
                     }
+                    if (a->sinks) /* no value: its slope is 0 - all */
+                        a->d_sinks[b * a->heads + n] -= (NAME(weight)(FILL(a->sinks[n]), most) * share * all)[0];
                 }
                 struct side ds = {slopes, line, 1}, ds_turned = {slopes, 1, line};
                 struct side p_turned = {weights, 1, line};

@@ -19,8 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glassformer.kernels import c_library
-from glassformer.kernels.build import TRAINING, digest
 from glassformer.kernels.threads import product_threads
+from glassformer.kernels.training import AddedRows as _AddedRows
+from glassformer.kernels.training import Attention as _Attention
+from glassformer.kernels.training import Gate as _Gate
+from glassformer.kernels.training import Loss as _Loss
+from glassformer.kernels.training import Norm as _Norm
+from glassformer.kernels.training import Piece as _Piece
+from glassformer.kernels.training import Tensor as _Tensor
+from glassformer.kernels.training import Turn as _Turn
+from glassformer.kernels.training import Update as _Update
 from glassformer.spec.errors import MachineError
 
 # B batch, T query length, S key length, N query heads, K key-value heads, H d_head, D d_model,
@@ -75,104 +83,6 @@ def in_use(*tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
     )
-
-
-def identity() -> str | None:
-    """Return what the bits of the kernels depend on: variant and sources; None without them."""
-    return f"{c_library.variant()} {digest(TRAINING)}" if c_library.available() else None
-
-
-# --- structures, as train.c has them --------------------------------------------------------------
-
-_POINTER, _WIDE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
-
-
-def _heads_of(name: str) -> list[tuple[str, Any]]:
-    """Return the fields of a `struct heads`, flat: a structure within another is slow to make."""
-    return [(f"{name}_at", _POINTER), *((f"{name}_{x}", _WIDE) for x in ("batch", "head", "row"))]
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = [
-        *(
-            field
-            for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
-            for field in _heads_of(name)
-        ),
-        ("kept", _POINTER),
-        ("allow", _POINTER),
-        *((name, _WIDE) for name in ("allow_batch", "allow_head", "allow_row", "allow_key")),
-        *((name, _WIDE) for name in ("batch", "heads", "kv_heads", "queries", "keys", "width")),
-        ("scale", _FLOAT),
-        *((name, _NUMBER) for name in ("causal", "threads", "failed")),
-    ]
-
-
-class _Loss(ctypes.Structure):
-    _fields_ = [
-        ("logits", _POINTER),
-        *((name, _WIDE) for name in ("row", "rows", "classes")),
-        *((name, _POINTER) for name in ("targets", "weights", "sums")),
-        ("smoothing", _FLOAT),
-        ("threads", _NUMBER),
-    ]
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("x", "added", "gain", "sum", "y", "rate")),
-        *((name, _POINTER) for name in ("more", "dx", "d_gain")),
-        *((name, _WIDE) for name in ("rows", "width")),
-        ("eps", _FLOAT),
-        ("threads", _NUMBER),
-    ]
-
-
-class _Gate(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("gate", "up", "y", "d_gate", "d_up")),
-        ("count", _WIDE),
-        ("threads", _NUMBER),
-    ]
-
-
-class _Turn(ctypes.Structure):
-    _fields_ = [
-        *_heads_of("x"),
-        *_heads_of("y"),
-        *((name, _POINTER) for name in ("cos", "sin")),
-        *((n, _WIDE) for n in ("batch", "sequences", "heads", "length", "width", "half")),
-        *((name, _NUMBER) for name in ("back", "threads")),
-    ]
-
-
-class _AddedRows(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("to", "from", "index")),
-        *((name, _WIDE) for name in ("rows", "width")),
-    ]
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("weight", "mean", "square", "step")),
-        *((name, _DOUBLE) for name in ("decay", "rate", "root")),
-    ]
-
-
-class _Piece(ctypes.Structure):
-    _fields_ = [(name, _WIDE) for name in ("of", "begin", "count")]
-
-
-class _Update(ctypes.Structure):
-    _fields_ = [
-        *((name, _POINTER) for name in ("tensors", "gradients", "pieces", "sums")),
-        *((name, _WIDE) for name in ("n_tensors", "n_pieces")),
-        *((name, _DOUBLE) for name in ("lr", "beta1", "beta2", "eps")),
-        ("scale", _FLOAT),
-        ("threads", _NUMBER),
-    ]
 
 
 def _call(name: str, job: ctypes.Structure) -> None:
@@ -311,7 +221,7 @@ class _NormPart(torch.autograd.Function):
         if added is not None:
             added, total = added.contiguous(), torch.empty_like(y)
         addresses = (_address(part) for part in (x, added, gain_D, total, y, rate_M))
-        job = _Norm(*addresses, None, None, None, rows, width, eps, product_threads())
+        job = _Norm(*addresses, None, None, None, rows, width, eps, product_threads(), 0, 0.0, 1.0)
         _call("glass_norm_forward", job)
         ctx.save_for_backward(x if total is None else total, gain_D, rate_M)
         ctx.eps, ctx.summed = eps, added is not None
@@ -533,7 +443,7 @@ class _EmbedPart(torch.autograd.Function):
             weight_VD.grad = torch.zeros_like(weight_VD)
         assert weight_VD.grad.is_contiguous()
         addresses = (x.data_ptr() for x in (weight_VD.grad, dy_BTD, tokens_M))
-        _call("glass_add_rows", _AddedRows(*addresses, len(tokens_M), weight_VD.shape[1]))
+        _call("glass_add_rows", _AddedRows(*addresses, len(tokens_M), weight_VD.shape[1], 1.0))
         return None, None
 
 
@@ -552,7 +462,9 @@ class _GatePart(torch.autograd.Function):
         gate_BTF, up_BTF = gate_BTF.contiguous(), up_BTF.contiguous()
         y = torch.empty_like(gate_BTF)
         addresses = (x.data_ptr() for x in (gate_BTF, up_BTF, y))
-        job = _Gate(*addresses, None, None, y.numel(), product_threads())
+        width = y.shape[-1]
+        sizes = (y.numel() // width, *(width,) * 5)
+        job = _Gate(*addresses, None, None, *sizes, product_threads())
         _call("glass_gate_forward", job)
         ctx.save_for_backward(gate_BTF, up_BTF)
         return y
@@ -563,7 +475,9 @@ class _GatePart(torch.autograd.Function):
         gate_BTF, up_BTF = ctx.saved_tensors
         dy, d_gate, d_up = dy.contiguous(), torch.empty_like(gate_BTF), torch.empty_like(up_BTF)
         addresses = (x.data_ptr() for x in (gate_BTF, up_BTF, dy, d_gate, d_up))
-        _call("glass_gate_backward", _Gate(*addresses, dy.numel(), product_threads()))
+        width = dy.shape[-1]
+        sizes = (dy.numel() // width, *(width,) * 5)
+        _call("glass_gate_backward", _Gate(*addresses, *sizes, product_threads()))
         return d_gate, d_up
 
 
@@ -699,13 +613,13 @@ class FusedAdamW:
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             own = (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"])
             assert all(x.is_contiguous() and x.dtype == torch.float32 for x in own)
-            tensors[i] = _Tensor(*(x.data_ptr() for x in own), decay, 0.0, 0.0)
+            tensors[i] = _Tensor(*(x.data_ptr() for x in own), decay)
             size = parameter.numel()
             pieces += [
                 _Piece(i, begin, min(PIECE, size - begin)) for begin in range(0, size, PIECE)
             ]
         listed = (_Piece * len(pieces))(*pieces)
-        slots, sums = (ctypes.c_void_p * len(held))(), (_DOUBLE * len(pieces))()
+        slots, sums = (ctypes.c_void_p * len(held))(), (ctypes.c_double * len(pieces))()
         job = _Update(
             *(ctypes.addressof(x) for x in (tensors, slots, listed, sums)), len(held), len(pieces)
         )

@@ -215,7 +215,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
     """Return what a run's bits depend on besides the spec; `ranks`: how several share a step."""
     import torch  # here: the explorer reads runs before torch is imported
 
-    from glassformer.kernels.train_kernels import identity
+    from glassformer.kernels.training import identity
 
     by_kernels = spec.engine == "torch" and device == "cpu" and spec.train.precision == "float32"
     return {
