@@ -69,7 +69,12 @@ def _heads_of(name: str) -> list[tuple[str, Any]]:
     return [(f"{name}_at", _POINTER), *((f"{name}_{x}", _WIDE) for x in ("batch", "head", "row"))]
 
 
-_DROP = [("seed", _BITS), ("salt", _BITS), ("limit", _NUMBER), ("factor", _FLOAT)]
+_DROP: list[tuple[str, Any]] = [
+    ("seed", _BITS),
+    ("salt", _BITS),
+    ("limit", _NUMBER),
+    ("factor", _FLOAT),
+]
 
 
 class Attention(ctypes.Structure):
