@@ -78,6 +78,8 @@ _DROP: list[tuple[str, Any]] = [
 
 
 class Attention(ctypes.Structure):
+    """An attention, forward or backward."""
+
     _fields_ = [
         *(
             field
@@ -99,6 +101,8 @@ class Attention(ctypes.Structure):
 
 
 class Loss(ctypes.Structure):
+    """A cross-entropy over rows of logits."""
+
     _fields_ = [
         ("logits", _POINTER),
         *((name, _WIDE) for name in ("row", "rows", "classes")),
@@ -109,6 +113,8 @@ class Loss(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
+    """A norm of rows, forward or backward."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("x", "added", "gain", "sum", "y", "rate")),
         *((name, _POINTER) for name in ("more", "dx", "d_gain")),
@@ -122,6 +128,8 @@ class Norm(ctypes.Structure):
 
 
 class Gate(ctypes.Structure):
+    """An activation or a gate, forward or backward."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("gate", "up", "y", "d_gate", "d_up")),
         *((name, _WIDE) for name in ("rows", "width")),
@@ -131,6 +139,8 @@ class Gate(ctypes.Structure):
 
 
 class Sum(ctypes.Structure):
+    """A sum of rows, with dropout."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("x", "z", "y")),
         *((name, _WIDE) for name in ("rows", "width", "z_row")),
@@ -141,6 +151,8 @@ class Sum(ctypes.Structure):
 
 
 class Columns(ctypes.Structure):
+    """A sum over rows."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("x", "sums")),
         *((name, _WIDE) for name in ("rows", "width", "row")),
@@ -149,6 +161,8 @@ class Columns(ctypes.Structure):
 
 
 class Turn(ctypes.Structure):
+    """A rotation of heads."""
+
     _fields_ = [
         *_heads_of("x"),
         *_heads_of("y"),
@@ -159,6 +173,8 @@ class Turn(ctypes.Structure):
 
 
 class AddedRows(ctypes.Structure):
+    """Rows that are added to those of a table."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("to", "from", "index")),
         *((name, _WIDE) for name in ("rows", "width")),
@@ -167,6 +183,8 @@ class AddedRows(ctypes.Structure):
 
 
 class Adam(ctypes.Structure):
+    """An update of one vector."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("weight", "gradient", "mean", "square", "sums")),
         ("count", _WIDE),
@@ -177,6 +195,8 @@ class Adam(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
+    """A parameter of an update of many."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("weight", "mean", "square", "step")),
         ("decay", _DOUBLE),
@@ -184,10 +204,14 @@ class Tensor(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
+    """Some numbers of a parameter."""
+
     _fields_ = [(name, _WIDE) for name in ("of", "begin", "count")]
 
 
 class Update(ctypes.Structure):
+    """An update of many parameters."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("tensors", "gradients", "pieces", "sums")),
         *((name, _WIDE) for name in ("n_tensors", "n_pieces")),
