@@ -9,8 +9,7 @@ import pytest
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
-from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.turns import Turns
+from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.spec.errors import GlassError
 from tests.adapters import folders, test_chat, test_conversation, test_hub, test_tokenizer
 from tests.lab import test_lm_eval
@@ -59,7 +58,7 @@ def conversations(check: Callable) -> Callable[[Path], None]:
     def run(place: Path) -> None:
         model = load(folders.write_model(place / "model"))
         template = read_chat(model.origin)
-        stepper = Turns(TorchStepper(model.model, cache="growing"))
+        stepper = PrefixCacheStepper(model.model)
         talk = Conversation(stepper, model.tokenizer, template, spec=test_conversation.SPEC)
         check(model, talk)
 

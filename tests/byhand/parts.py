@@ -6,7 +6,7 @@ own functions and leaves the derivative to autograd. Sizes are distinct primes w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.byhand.activation import (
+    clamped_gate_forward,
     dropout_backward,
     dropout_forward,
+    gate_backward,
+    gate_forward,
     gelu_forward,
     gelu_tanh_forward,
     relu2_forward,
@@ -23,16 +26,15 @@ from glassformer.byhand.activation import (
     relu_forward,
     silu_forward,
     slope_backward,
+    tanh_backward,
+    tanh_forward,
 )
 from glassformer.byhand.attention import (
     attend_backward,
     attend_forward,
-    multi_head_backward,
-    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
-from glassformer.byhand.block import BlockArrays, Setting, block_backward, block_forward
 from glassformer.byhand.embedding import (
     alibi_bias,
     embedding_backward,
@@ -46,18 +48,21 @@ from glassformer.byhand.embedding import (
     sinusoidal_forward,
     sinusoids,
 )
-from glassformer.byhand.ffn import (
-    expert_arrays,
-    feed_backward,
-    feed_forward,
-    moe_backward,
-    moe_forward,
-    swiglu_backward,
-    swiglu_forward,
+from glassformer.byhand.experts import (
+    route_backward,
+    route_forward,
+    rows_of_experts,
+    scatter_backward,
+    scatter_forward,
+)
+from glassformer.byhand.heads import (
+    adjust_backward,
+    adjust_forward,
+    readout_backward,
+    readout_forward,
 )
 from glassformer.byhand.linear import linear_backward, linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
-from glassformer.byhand.model import head_backward, head_forward
 from glassformer.byhand.norm import (
     layer_norm_backward,
     layer_norm_forward,
@@ -65,11 +70,7 @@ from glassformer.byhand.norm import (
     rms_norm_forward,
 )
 from glassformer.byhand.pass_context import PassContext, Workspace
-from glassformer.byhand.storage import under
 from glassformer.spec import model as spec
-from glassformer.spec.block import Placement
-from glassformer.spec.init import HeInit
-from glassformer.spec.manifest import attention_parameters, block_parameters, ffn_parameters
 from glassformer.spec.position import alibi_slopes
 
 Array = np.ndarray[Any, Any]
@@ -123,17 +124,6 @@ def simple(forward: Any, backward: Any) -> Callable[[Arrays, Array | None], tupl
         return out, {} if dout is None else {"x": backward(dout, cache)}
 
     return run
-
-
-def named(part: Callable[..., Any], width: int) -> Callable[[], Arrays]:
-    """Arrays of a composite part under manifest names, and `x` of that width; none is trivial."""
-
-    def make() -> Arrays:
-        drawn = np.random.default_rng(8)
-        arrays = {p.name: 0.4 * drawn.standard_normal(p.shape) for p in part()}
-        return arrays | {"x": drawn.standard_normal((B, T, width))}
-
-    return make
 
 
 # --- small parts --------------------------------------------------------------------------------
@@ -284,266 +274,114 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, allow: Array, bias: Tensor | float = 0
     return weights @ v
 
 
-# --- composite parts ----------------------------------------------------------------------------
+# --- gates, experts, what stands around a head ---------------------------------------------------
 
-GROUPED = spec.Attention(
-    n_heads=N, n_kv_heads=K, d_head=H, bias="no_key", qk_norm=spec.LayerNorm(), causal=False
-)
-CROSS = spec.Attention(n_heads=2, d_head=H, bias="all", qk_norm=spec.RMSNorm(), causal=False)
+LIMIT, SLOPE = 0.6, 1.3
 
 
-def multi_head(attention: spec.Attention, *, turned: bool, context: bool) -> Any:
+def gate(function: Any, *, clamped: bool = False) -> Any:
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = pass_context()
-        params = {name: x for name, x in a.items() if name not in ("x", "context")}
-        out, cache = multi_head_forward(
-            a["x"],
-            attention=attention,
-            params=params,
-            pass_context=carried,
-            context_BSD=a.get("context"),
-            rotation=(COS, SIN) if turned else None,
-            allow=(ALLOW if context else SELF_ALLOW).astype(np.float64),
-        )
+        if clamped:
+            out, cache = clamped_gate_forward(a["gate"], a["up"], limit=LIMIT, slope=SLOPE)
+        else:
+            out, cache = gate_forward(a["gate"], a["up"], function=function)
         if dout is None:
             return out, {}
-        grads: Arrays = {}
-        dx, dcontext = multi_head_backward(dout, cache, grads=grads, pass_context=carried)
-        grads["x"] = dx
-        if dcontext is not None:
-            grads["context"] = dcontext
-        return out, grads
+        return out, dict(zip(("gate", "up"), gate_backward(dout, cache), strict=True))
 
     return run
-
-
-def multi_head_reference(attention: spec.Attention, *, turned: bool) -> Any:
-    def run(t: dict[str, Tensor]) -> Tensor:
-        context = t.get("context", t["x"])
-        made = {}
-        for letter, x in (("q", t["x"]), ("k", context), ("v", context)):
-            flat = F.linear(x, t[f"{letter}_proj.weight"], t.get(f"{letter}_proj.bias"))
-            heads = flat.unflatten(-1, (-1, H)).transpose(1, 2)
-            if letter != "v" and isinstance(attention.qk_norm, spec.LayerNorm):
-                weight, bias = t[f"{letter}_norm.weight"], t[f"{letter}_norm.bias"]
-                heads = F.layer_norm(heads, (H,), weight, bias, attention.qk_norm.eps)
-            elif letter != "v" and attention.qk_norm is not None:
-                heads = F.rms_norm(heads, (H,), t[f"{letter}_norm.weight"], attention.qk_norm.eps)
-            made[letter] = rotated(heads) if turned and letter != "v" else heads
-        allow = ALLOW if "context" in t else SELF_ALLOW
-        heads = sdpa(made["q"], made["k"], made["v"], allow)
-        joined = heads.transpose(1, 2).flatten(2)
-        return F.linear(joined, t["o_proj.weight"], t.get("o_proj.bias"))
-
-    return run
-
-
-def with_context(make: Callable[[], Arrays]) -> Callable[[], Arrays]:
-    return lambda: make() | {"context": np.random.default_rng(9).standard_normal((B, S, D))}
-
-
-RELU = spec.MLP(d_ff=F_, activation="relu")
-TANH = spec.MLP(d_ff=F_, activation="gelu_tanh", bias=False)
-GATED = spec.SwiGLU(d_ff=F_, bias=True)
-CLAMPED = spec.SwiGLU(d_ff=F_, bias=True, clamp=spec.Clamp(limit=0.6, slope=1.3))
-
-
-def feed(ffn: spec.MLP | spec.SwiGLU) -> Any:
-    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried, params = pass_context(), {name: x for name, x in a.items() if name != "x"}
-        grads: Arrays = {}
-        if isinstance(ffn, spec.SwiGLU):
-            out, gated = swiglu_forward(a["x"], ffn=ffn, params=params, pass_context=carried)
-            if dout is not None:
-                grads["x"] = swiglu_backward(dout, gated, grads=grads, pass_context=carried)
-            return out, grads
-        out, cache = feed_forward(a["x"], ffn=ffn, params=params, pass_context=carried)
-        if dout is not None:
-            grads["x"] = feed_backward(dout, cache, grads=grads, pass_context=carried)
-        return out, grads
-
-    return run
-
-
-def feed_reference(t: dict[str, Tensor], prefix: str = "", act: Any = F.relu) -> Tensor:
-    def line(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, t[f"{prefix}{name}.weight"], t.get(f"{prefix}{name}.bias"))
-
-    if f"{prefix}gate_proj.weight" in t:
-        return line("down_proj", F.silu(line("gate_proj", t["x"])) * line("up_proj", t["x"]))
-    return line("down_proj", act(line("up_proj", t["x"])))
 
 
 def clamped_reference(t: dict[str, Tensor]) -> Tensor:
-    gate, up = (
-        F.linear(t["x"], t[f"{one}_proj.weight"], t[f"{one}_proj.bias"]) for one in ("gate", "up")
-    )
-    gate = gate.clamp(max=0.6)
-    hidden = gate * torch.sigmoid(1.3 * gate) * (up.clamp(-0.6, 0.6) + 1)
-    return F.linear(hidden, t["down_proj.weight"], t["down_proj.bias"])
+    opened = t["gate"].clamp(max=LIMIT)
+    return opened * torch.sigmoid(SLOPE * opened) * (t["up"].clamp(-LIMIT, LIMIT) + 1)
 
 
-ROUTED = spec.MoE(
-    n_experts=5,
-    experts_per_token=2,
-    expert=spec.SwiGLU(d_ff=F_),
-    shared=spec.SwiGLU(d_ff=7),
-    shared_gate=True,
-)
-PLAIN_ROUTED = spec.MoE(n_experts=5, experts_per_token=3, expert=RELU, normalize=False)
+E, A, M = 5, 2, B * T
+REAL = VALID.reshape(-1)
 
 
-def moe(ffn: spec.MoE, *, loss: bool = False) -> Any:
-    """The mixture's output, or its load-balancing loss."""
+def route(*, normalize: bool = True, loss: bool = False) -> Any:
+    """The weights of the experts, or their load-balancing loss."""
 
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = pass_context()
-        params = {name: x for name, x in a.items() if name != "x"}
-        out, cache = moe_forward(
-            a["x"],
-            ffn=ffn,
-            params=params,
-            experts=expert_arrays(params),
-            pass_context=carried,
-            valid_BT=VALID,
+        routing, balance, cache = route_forward(
+            a["logits"], chosen=A, normalize=normalize, real_M=REAL
         )
-        result = np.array(cache.loss) if loss else out
+        result = np.array(balance) if loss else routing
         if dout is None:
             return result, {}
-        grads: Arrays = {}
-        experts: dict[str, Arrays] = {}
-        grads["x"] = moe_backward(
-            np.zeros_like(out) if loss else dout,
-            cache,
-            grads=grads,
-            experts=experts,
-            pass_context=carried,
-            dloss=float(dout) if loss else 0.0,
-        )
-        for owner, own in experts.items():
-            grads |= {f"{owner}.{name}": grad for name, grad in own.items()}
-        return result, grads
+        droutes = np.zeros_like(routing) if loss else dout
+        slope = float(dout) if loss else 0.0
+        return result, {"logits": route_backward(droutes, cache, dloss=slope)}
 
     return run
 
 
-def moe_reference(ffn: spec.MoE, *, loss: bool = False) -> Any:
-    """Every expert for every token, multiplied by a weight that is 0 where it was not chosen."""
-
+def route_reference(*, normalize: bool = True, loss: bool = False) -> Any:
     def run(t: dict[str, Tensor]) -> Tensor:
-        p = torch.softmax(F.linear(t["x"], t["gate.weight"]), -1)
-        smallest = p.sort(-1).values[..., -ffn.experts_per_token, None]
-        chosen = (p >= smallest).double()
+        p = torch.softmax(t["logits"], -1)
+        chosen = (p >= p.sort(-1).values[..., -A, None]).double()
         if loss:
-            real = torch.tensor(VALID)
-            return ffn.n_experts * (chosen[real].mean(0) * p[real].mean(0)).sum()
+            real = torch.tensor(REAL)
+            return E * (chosen[real].mean(0) * p[real].mean(0)).sum()
         weights = p * chosen
-        if ffn.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        out = sum(
-            weights[..., e, None] * feed_reference(t, f"experts.{e}.") for e in range(ffn.n_experts)
-        )
-        if ffn.shared is not None:
-            gate = torch.sigmoid(F.linear(t["x"], t["shared_expert_gate.weight"]))
-            out = out + gate * feed_reference(t, "shared_expert.")
-        assert isinstance(out, Tensor)
-        return out
+        return weights / weights.sum(-1, keepdim=True) if normalize else weights
 
     return run
 
 
-def block_of(placement: Any) -> spec.Block:
-    attention = spec.Attention(n_heads=2, d_head=H, bias="all", causal=False)
-    return spec.Block(attention=attention, ffn=RELU, norm=spec.LayerNorm(), placement=placement)
+ROUTING = route_forward(np.random.default_rng(3).standard_normal((M, E)), chosen=A)[0]
 
 
-def block(placement: str) -> Any:
+def scatter_arrays() -> Arrays:
+    """A routing's own weights, and what each expert made of the rows that chose it."""
+    drawn = np.random.default_rng(4)
+    rows = rows_of_experts(ROUTING)
+    outs = {f"out{e}": drawn.standard_normal((len(rows[e]), D)) for e in range(E)}
+    return {"routing": ROUTING.copy(), **outs}
+
+
+def scatter(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    outs, rows = [a[f"out{e}"] for e in range(E)], rows_of_experts(ROUTING)
+    out = scatter_forward(a["routing"], outs, rows, out_MD=np.empty((M, D)))
+    if dout is None:
+        return out, {}
+    drouting, douts = np.empty((M, E)), [np.empty_like(x) for x in outs]
+    scatter_backward(dout, a["routing"], outs, rows, drouting_ME=drouting, douts=douts)
+    return out, {"routing": drouting} | {f"out{e}": d for e, d in enumerate(douts)}
+
+
+def scatter_reference(t: dict[str, Tensor]) -> Tensor:
+    """Every expert's rows spread over all rows, multiplied by a weight that may be 0."""
+    total = torch.zeros(M, D, dtype=torch.float64)
+    for e, rows in enumerate(rows_of_experts(ROUTING)):
+        spread = torch.zeros(M, D, dtype=torch.float64).index_copy(
+            0, torch.tensor(rows), t[f"out{e}"]
+        )
+        total = total + t["routing"][:, e, None] * spread
+    return total
+
+
+def adjust(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
+    out, cache = adjust_forward(a["x"], scale=FACTOR, softcap=CAP)
+    return out, {} if dout is None else {"x": adjust_backward(dout, cache)}
+
+
+def readout(place: Any) -> Any:
     def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        carried = pass_context()
-        params = BlockArrays(
-            attn=under(a, "attn."),
-            ffn=under(a, "ffn."),
-            norms={name: x for name, x in a.items() if "_norm." in name},
-        )
-        setting = Setting(allow=SELF_ALLOW.astype(np.float64))
-        out, cache = block_forward(
-            a["x"].copy(),
-            block=block_of(placement),
-            params=params,
-            pass_context=carried,
-            setting=setting,
-            dropout=spec.Dropout(),
-        )
-        if dout is None:
-            return out, {}
-        grads = BlockArrays()
-        dx = block_backward(dout.copy(), cache, grads=grads, pass_context=carried)
-        found = {"x": dx} | grads.norms
-        for prefix, part in (("attn.", grads.attn), ("ffn.", grads.ffn)):
-            found |= {f"{prefix}{name}": grad for name, grad in part.items()}
-        return out, found
+        out, cache = readout_forward(a["x"], valid_BT=VALID, readout=place)
+        return out, {} if dout is None else {"x": readout_backward(dout, cache)}
 
     return run
 
 
-def block_reference(placement: str) -> Any:
-    attention = multi_head_reference(block_of(placement).attention, turned=False)
-
-    def norm(t: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (D,), t[f"{name}.weight"], t[f"{name}.bias"])
-
-    def attn(t: dict[str, Tensor], x: Tensor) -> Tensor:
-        return attention({k.removeprefix("attn."): v for k, v in t.items()} | {"x": x})
-
-    def run(t: dict[str, Tensor]) -> Tensor:
-        x = t["x"]
-
-        def ffn(x: Tensor) -> Tensor:
-            return feed_reference(t | {"x": x}, "ffn.")
-
-        match placement:
-            case "pre":
-                x = x + attn(t, norm(t, "attn_norm", x))
-                return x + ffn(norm(t, "ffn_norm", x))
-            case "post":
-                x = norm(t, "attn_norm", x + attn(t, x))
-                return norm(t, "ffn_norm", x + ffn(x))
-            case "sandwich":
-                x = x + norm(t, "attn_post_norm", attn(t, norm(t, "attn_norm", x)))
-                return x + norm(t, "ffn_post_norm", ffn(norm(t, "ffn_norm", x)))
-            case "pre_ffn":
-                x = x + attn(t, x)
-                return x + ffn(norm(t, "ffn_norm", x))
-            case "output":
-                x = x + norm(t, "attn_norm", attn(t, x))
-                return x + norm(t, "ffn_norm", ffn(x))
-            case _:
-                one = norm(t, "attn_norm", x)
-                two = one if placement == "parallel_shared" else norm(t, "ffn_norm", x)
-                return x + attn(t, one) + ffn(two)
-
-    return run
-
-
-def head(kind: spec.Head) -> Any:
-    def run(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-        params = {name: x for name, x in a.items() if name != "x"}
-        out, cache = head_forward(a["x"], head=kind, params=params, valid_BT=VALID)
-        if dout is None:
-            return out, {}
-        grads = {name: np.zeros_like(x) for name, x in a.items()}
-        head_backward(dout, cache, params=params, grads=grads, dhidden_BTD=grads["x"])
-        return out, grads
-
-    return run
-
-
-def readout_reference(t: dict[str, Tensor], readout: str) -> Tensor:
+def readout_reference(t: dict[str, Tensor], place: str) -> Tensor:
     rows = [
-        x[valid].mean(0) if readout == "mean" else x[valid][-1 if readout == "last" else 0]
+        x[valid].mean(0) if place == "mean" else x[valid][-1 if place == "last" else 0]
         for x, valid in zip(t["x"], torch.tensor(VALID), strict=True)
     ]
-    return F.linear(torch.stack(rows), t["weight"], t["bias"])
+    return torch.stack(rows)
 
 
 def cross_entropy(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
@@ -562,7 +400,8 @@ def cross_entropy_reference(t: dict[str, Tensor]) -> Tensor:
 
 
 X = normal(x=(B, T, D))
-ANSWER = normal(x=(B, T, D), weight=(V, D), bias=(V,))
+GATE = normal(gate=(B, T, F_), up=(B, T, F_))
+LOGITS = normal(logits=(M, E))
 
 PARTS: dict[str, Part] = {
     "linear": Part(
@@ -644,95 +483,28 @@ PARTS: dict[str, Part] = {
         lambda t: sdpa(t["q"], t["k"], t["v"], ALLOW, torch_bias()),
         (B, N, T, H),
     ),
-    "multi_head": Part(
-        named(lambda: attention_parameters(GROUPED, "", D, init=HeInit()), D),
-        multi_head(GROUPED, turned=True, context=False),
-        multi_head_reference(GROUPED, turned=True),
-        (B, T, D),
+    "gate": Part(GATE, gate("silu"), lambda t: F.silu(t["gate"]) * t["up"], (B, T, F_)),
+    "gate, gelu": Part(GATE, gate("gelu"), lambda t: F.gelu(t["gate"]) * t["up"], (B, T, F_)),
+    "clamped gate": Part(GATE, gate("silu", clamped=True), clamped_reference, (B, T, F_)),
+    "gate of a row": Part(
+        normal(gate=(B, T, 1), up=(B, T, F_)),
+        gate("sigmoid"),
+        lambda t: torch.sigmoid(t["gate"]) * t["up"],
+        (B, T, F_),
     ),
-    "cross multi_head": Part(
-        with_context(named(lambda: attention_parameters(CROSS, "", D, init=HeInit()), D)),
-        multi_head(CROSS, turned=False, context=True),
-        multi_head_reference(CROSS, turned=False),
-        (B, T, D),
+    "route": Part(LOGITS, route(), route_reference(), (M, E)),
+    "route, not normalized": Part(
+        LOGITS, route(normalize=False), route_reference(normalize=False), (M, E)
     ),
-    "feed_forward": Part(
-        named(lambda: ffn_parameters(RELU, "", D, init=HeInit()), D),
-        feed(RELU),
-        feed_reference,
-        (B, T, D),
-    ),
-    "feed_forward, tanh, no bias": Part(
-        named(lambda: ffn_parameters(TANH, "", D, init=HeInit()), D),
-        feed(TANH),
-        lambda t: feed_reference(t, act=lambda x: F.gelu(x, approximate="tanh")),
-        (B, T, D),
-    ),
-    "moe": Part(
-        named(lambda: ffn_parameters(ROUTED, "", D, init=HeInit()), D),
-        moe(ROUTED),
-        moe_reference(ROUTED),
-        (B, T, D),
-    ),
-    "moe, not normalized": Part(
-        named(lambda: ffn_parameters(PLAIN_ROUTED, "", D, init=HeInit()), D),
-        moe(PLAIN_ROUTED),
-        moe_reference(PLAIN_ROUTED),
-        (B, T, D),
-    ),
-    "moe, balance loss": Part(
-        named(lambda: ffn_parameters(ROUTED, "", D, init=HeInit()), D),
-        moe(ROUTED, loss=True),
-        moe_reference(ROUTED, loss=True),
-        (),
-    ),
-    "swiglu": Part(
-        named(lambda: ffn_parameters(GATED, "", D, init=HeInit()), D),
-        feed(GATED),
-        feed_reference,
-        (B, T, D),
-    ),
-    "clamped swiglu": Part(
-        named(lambda: ffn_parameters(CLAMPED, "", D, init=HeInit()), D),
-        feed(CLAMPED),
-        clamped_reference,
-        (B, T, D),
-    ),
+    "route, balance loss": Part(LOGITS, route(loss=True), route_reference(loss=True), ()),
+    "scatter": Part(scatter_arrays, scatter, scatter_reference, (M, D)),
+    "adjust": Part(X, adjust, lambda t: CAP * torch.tanh(FACTOR * t["x"] / CAP), (B, T, D)),
+    "tanh": Part(X, simple(tanh_forward, tanh_backward), lambda t: torch.tanh(t["x"]), (B, T, D)),
     **{
-        f"block, {placement}": Part(
-            named(lambda p=placement: block_parameters(block_of(p), "", D, init=HeInit()), D),
-            block(placement),
-            block_reference(placement),
-            (B, T, D),
+        f"read out, {place}": Part(
+            X, readout(place), lambda t, p=place: readout_reference(t, p), (B, D)
         )
-        for placement in get_args(Placement)
+        for place in ("last", "first", "mean")
     },
-    "tied head": Part(
-        normal(x=(B, T, D), weight=(V, D), bias=(V,)),
-        head(spec.NextHead(tied=True, bias=True)),
-        lambda t: F.linear(t["x"], t["weight"], t["bias"]),
-        (B, T, V),
-    ),
-    "tied factorized head": Part(
-        normal(x=(B, T, D), u=(V, R), v=(R, D)),
-        head(spec.NextHead(tied=True)),
-        lambda t: t["x"] @ t["v"].mT @ t["u"].mT,
-        (B, T, V),
-    ),
-    "answer, last": Part(
-        ANSWER, head(spec.AnswerHead()), lambda t: readout_reference(t, "last"), (B, V)
-    ),
-    "answer, first": Part(
-        ANSWER,
-        head(spec.AnswerHead(readout="first")),
-        lambda t: readout_reference(t, "first"),
-        (B, V),
-    ),
-    "answer, mean": Part(
-        ANSWER,
-        head(spec.AnswerHead(readout="mean")),
-        lambda t: readout_reference(t, "mean"),
-        (B, V),
-    ),
     "cross_entropy": Part(normal(logits=(B, T, V)), cross_entropy, cross_entropy_reference, ()),
 }

@@ -16,8 +16,19 @@ from tests.byhand import (
     test_training,
 )
 from tests.byhand.parts import PARTS
-from tests.byhand.witness import PRESETS
-from tests.planting import Binary, Call, Fault, Keyword, Name, Subscript, Unary, mutate, planted
+from tests.byhand.witness import MODERN, PRESETS
+from tests.planting import (
+    Binary,
+    Call,
+    Compare,
+    Fault,
+    Keyword,
+    Name,
+    Subscript,
+    Unary,
+    mutate,
+    planted,
+)
 
 
 def steps_like(ours: type[Adam], theirs: type[torch.optim.Optimizer]) -> None:
@@ -35,6 +46,9 @@ CHECKS: dict[str, Callable[[], None]] = {
         for name, part in PARTS.items()
     },
     "model core": lambda: test_model_parity.assert_same_gradients(PRESETS["core"]),
+    "model gemma": lambda: test_model_parity.assert_same_gradients(PRESETS["gemma"]),
+    "model without a first norm": lambda: test_model_parity.assert_same_gradients(MODERN),
+    "accumulation": lambda: test_model_parity.test_accumulation_is_the_sum("core"),
     "adam": lambda: steps_like(Adam, torch.optim.Adam),
     "cached": lambda: test_cached_forward.test_cached_is_uncached(PRESETS["qwen"], "left"),
 }
@@ -75,7 +89,27 @@ FAULTS = [
         "model core",
     ),
     Fault(
-        "no bias correction", mutate("byhand.optim:Adam._update", Binary("/"), to="{left}"), "adam"
+        "no bias correction", mutate("byhand.updates:adam_update", Binary("/"), to="{left}"), "adam"
+    ),
+    Fault(
+        "a gradient that two values share is overwritten",
+        mutate("byhand.interpreter:_Backward._step", Unary("not"), to="True"),
+        "model gemma",
+    ),
+    Fault(
+        "the second gradient of a value is lost",
+        mutate("byhand.interpreter:Plan.backward", Compare("is not", nth=2), to="False"),
+        "model core",
+    ),
+    Fault(
+        "a value is overwritten that a cache refers to",
+        mutate("byhand.interpreter:_overwrite", Compare("not in"), to="True"),
+        "model without a first norm",
+    ),
+    Fault(
+        "gradients of the last batch left standing",
+        mutate("byhand.operations:_zeroed", Unary("not"), to="False"),
+        "accumulation",
     ),
     Fault(
         "cache off by one",

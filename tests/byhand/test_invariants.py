@@ -10,7 +10,6 @@ from glassformer.byhand.attention import (
     attend_backward,
     attend_forward,
     masked_softmax,
-    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
@@ -22,16 +21,17 @@ from glassformer.byhand.embedding import (
     rotations,
     sinusoids,
 )
-from glassformer.byhand.ffn import expert_arrays, moe_forward
+from glassformer.byhand.experts import route_forward
+from glassformer.byhand.heads import readout_forward
 from glassformer.byhand.inputs import allow_of, positions_of
 from glassformer.byhand.linear import linear_forward
 from glassformer.byhand.loss import cross_entropy_backward, cross_entropy_forward
-from glassformer.byhand.model import Model, readout_forward
+from glassformer.byhand.model import Model
 from glassformer.byhand.norm import layer_norm_backward, layer_norm_forward, rms_norm_forward
 from glassformer.byhand.pass_context import PassContext, Workspace
 from glassformer.nn.mask import build_mask
 from glassformer.spec import model as spec
-from tests.byhand.parts import ALLOW, PARTS, ROUTED, B, D, H, K, N, S, T
+from tests.byhand.parts import ALLOW, B, D, H, K, N, S, T
 from tests.byhand.witness import PRESETS, case_for
 
 rng = np.random.default_rng(3)
@@ -155,22 +155,6 @@ def test_grouped_heads_are_repeated_heads() -> None:
     )
 
 
-def test_joined_projections_are_the_separate_ones() -> None:
-    part = PARTS["multi_head"]
-    params = part.arrays()
-    x = params.pop("x")
-    attention = spec.Attention(n_heads=N, n_kv_heads=K, d_head=H, bias="no_key", causal=False)
-    apart, _ = multi_head_forward(
-        x, attention=attention, params=params, pass_context=pass_context()
-    )
-    joined = np.concatenate([params[f"{letter}_proj.weight"] for letter in "qkv"])
-    together = params | {"qkv_proj.weight": joined}
-    again, _ = multi_head_forward(
-        x, attention=attention, params=together, pass_context=pass_context()
-    )
-    np.testing.assert_array_equal(apart, again)
-
-
 def test_dropout_keeps_the_mean_and_is_off_without_a_generator() -> None:
     carried = PassContext(Workspace(np.float32), rng=np.random.default_rng(0))
     keep = carried.keep((997, 101), 0.3)
@@ -261,20 +245,14 @@ def test_positions_count_real_tokens_and_begin_again_in_every_segment() -> None:
 
 
 def test_equal_router_logits_choose_the_lowest_index() -> None:
-    arrays = PARTS["moe"].arrays()
-    arrays["gate.weight"][...] = 0.0
-    arrays["gate.weight"][0] = -1e3 * arrays["x"].reshape(-1, D).mean(0)  # often below, never equal
-    params = {name: x for name, x in arrays.items() if name != "x"}
-    context = pass_context()
-    context.taps = {}
-    moe_forward(
-        arrays["x"], ffn=ROUTED, params=params, experts=expert_arrays(params), pass_context=context
-    )
-    logits, routing = context.taps["router"], context.taps["routing"]
-    below = logits[..., 0] < 0
-    assert below.any() and not below.all()
+    logits = np.zeros((7, 5))
+    logits[::2, 0] = -1.0
+    routing, _, _ = route_forward(logits, chosen=2)
     np.testing.assert_array_equal(
-        routing[below] > 0, np.tile([False, True, True, False, False], (below.sum(), 1))
+        routing[::2] > 0, np.tile([False, True, True, False, False], (4, 1))
+    )
+    np.testing.assert_array_equal(
+        routing[1::2] > 0, np.tile([True, True, False, False, False], (3, 1))
     )
     np.testing.assert_allclose(routing.sum(-1), 1.0, atol=1e-15)
 

@@ -1,6 +1,7 @@
 """Whole models: every gradient and every tap against autograd and central differences."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from glassformer.byhand.gradient_check import check_directions, relative_error
 from glassformer.byhand.model import Model
 from glassformer.models.inputs import Inputs
 from glassformer.nn.taps import Taps
+from glassformer.spec.block import Placement
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import (
@@ -94,6 +96,67 @@ def test_learned_biases_by_distance() -> None:
     assert_same_gradients(T5)
     packed = replace(PRESETS["qwen-sliding"], position=RelativeBias(buckets=6, max_distance=4))
     assert_same_gradients(packed, segments=True)
+
+
+def in_blocks(spec: ModelSpec, attention: dict[str, object], **changes: object) -> ModelSpec:
+    """Return a decoder whose blocks differ in these fields."""
+    runs = tuple(
+        replace(
+            run,
+            block=replace(
+                run.block, attention=replace(run.block.attention, **attention), **changes
+            ),
+        )
+        for run in spec.decoder.layers
+    )
+    return replace(spec, decoder=replace(spec.decoder, layers=runs))
+
+
+#: A bias for queries and values only, and a residual factor.
+NO_KEY = in_blocks(PRESETS["budget-lm"], {"bias": "no_key"}, residual_scale=0.3)
+
+
+def test_biases_of_some_projections() -> None:
+    assert_same_gradients(NO_KEY)
+
+
+@pytest.mark.parametrize("placement", get_args(Placement))
+def test_every_placement_of_the_norms(placement: Placement) -> None:
+    """Also the second step's gradients: nothing of the first one is left."""
+    spec = in_blocks(PRESETS["budget-lm"], {}, placement=placement)
+    assert_same_gradients(spec)
+    assert_gradients_stand_alone(spec)
+
+
+@pytest.mark.parametrize(
+    "spec", [*PRESETS.values(), T5, OSS], ids=[*PRESETS.keys(), "t5", "gpt-oss"]
+)
+def test_a_second_step_starts_from_nothing(spec: ModelSpec) -> None:
+    assert_gradients_stand_alone(spec)
+
+
+def assert_gradients_stand_alone(spec: ModelSpec) -> None:
+    model, case = Model(spec, rng=np.random.default_rng(4)), case_for(spec)
+    inputs = case.inputs(model)
+    model.loss_and_grads(inputs, targets=case.targets)
+    first = model.grad_vector.copy()
+    model.grad_vector.fill(7.0)
+    model.loss_and_grads(inputs, targets=case.targets)
+    np.testing.assert_array_equal(model.grad_vector, first)
+
+
+def test_a_head_without_targets_has_no_gradient() -> None:
+    """The others' gradients are those of the sum of their losses alone."""
+    spec = PRESETS["fsm-probe"]
+    model, case = Model(spec, rng=np.random.default_rng(4)), case_for(spec)
+    inputs, heads = case.inputs(model), list(case.targets)
+    model.loss_and_grads(inputs, targets=case.targets)
+    weights = {head: float(head == heads[-1]) for head in heads}
+    model.loss_and_grads(inputs, targets=case.targets, head_weights=weights)
+    want = model.grad_vector.copy()
+    model.grad_vector.fill(7.0)
+    model.loss_and_grads(inputs, targets={heads[-1]: case.targets[heads[-1]]})
+    np.testing.assert_allclose(model.grad_vector, want, atol=1e-14)
 
 
 @pytest.mark.parametrize("spec", [MODERN, OSS], ids=["modernbert", "gpt-oss"])

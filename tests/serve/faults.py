@@ -15,7 +15,7 @@ FAULTS = (
     Fault("prompts are read at once", f"{BATCH}._shares", "count = min(user.unread, max(room // left, 1))", "count = user.unread", "long prompts are cut"),
     # whose logits, whose memory
     Fault("the wrong row's logits", f"{BATCH}.step", "logits_RV[end - 1 : end]", "logits_RV[:1]", "alone is together"),
-    Fault("another prompt's beginning is reused", "models.prompts:shared_length", "if list(held[low:middle]) == list(prompt[low:middle]):", "if True:", "alone is together"),
+    Fault("another prompt's beginning is reused", "generation.prompts:shared_length", "if list(held[low:middle]) == list(prompt[low:middle]):", "if True:", "alone is together"),
     Fault("the slot forgets what it read", f"{BATCH}._read", "self._held_by(user).ids += span.tokens", "pass", "prompts are read once"),
     Fault("a longer beginning is believed to be there", f"{BATCH}._place", "user.slot, user.read, user.reused = target, shared, shared", "user.slot, user.read, user.reused = target, shared + 1, shared", "prompts are read once"),
     Fault("memory is not copied", f"{BATCH}._place", "self.slots.copy(source, target, length=shared)", "pass", "alone is together"),

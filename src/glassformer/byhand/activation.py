@@ -13,7 +13,7 @@ cache.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 
@@ -199,29 +199,121 @@ def silu_forward(
     return out, slope
 
 
+def tanh_forward(x: Array, *, out: Array | None = None) -> tuple[Array, Array]:
+    """tanh(x); the result is the cache."""
+    out = np.tanh(x, out=out)
+    return out, out
+
+
+def tanh_backward(dout: Array, cache: Array, *, dx: Array | None = None) -> Array:
+    """Multiply by the slope, which the result says."""
+    # forward: out = tanh(x)   =>   dx = dout (1 - out^2)
+    return np.multiply(dout, 1.0 - cache**2, out=dx)
+
+
+def sigmoid_forward(x: Array) -> tuple[Array, Array]:
+    """1 / (1 + exp(-x)) as (1 + tanh(x/2))/2, which cannot overflow; cache: the slope."""
+    out = 0.5 * (1.0 + np.tanh(0.5 * x))
+    # out = s  =>  slope = s (1 - s)
+    return out, out * (1.0 - out)
+
+
 def activate_forward(
-    x: Array, activation: spec.Activation, *, ws: Workspace | None = None
+    x: Array,
+    function: spec.Activation | Literal["tanh", "sigmoid"],
+    *,
+    out: Array | None = None,
+    ws: Workspace | None = None,
 ) -> tuple[Array, Array]:
-    """Apply the activation of that name in place; the cache is what `activate_backward` needs."""
-    match activation:
+    """Apply the function of that name; the cache is what `activate_backward` needs."""
+    match function:
         case "relu":
-            return relu_forward(x, out=x)
+            return relu_forward(x, out=out)
         case "gelu":
-            return gelu_forward(x, out=x, ws=ws)
+            return gelu_forward(x, out=out, ws=ws)
         case "gelu_tanh":
-            return gelu_tanh_forward(x, out=x, ws=ws)
+            return gelu_tanh_forward(x, out=out, ws=ws)
         case "silu":
-            return silu_forward(x, out=x, ws=ws)
+            return silu_forward(x, out=out, ws=ws)
         case "relu2":
-            return relu2_forward(x, out=x, ws=ws)
+            return relu2_forward(x, out=out, ws=ws)
+        case "tanh":
+            return tanh_forward(x, out=out)
+        case "sigmoid":
+            return sigmoid_forward(x)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def activate_backward(dout: Array, cache: Array, activation: spec.Activation) -> Array:
-    """Multiply dout by the slope, in place."""
-    backward = relu_backward if activation == "relu" else slope_backward
-    return backward(dout, cache, dx=dout)
+def activate_backward(
+    dout: Array,
+    cache: Array,
+    function: spec.Activation | Literal["tanh"],
+    *,
+    dx: Array | None = None,
+) -> Array:
+    """Return dx, which may be written into dout itself."""
+    if function == "tanh":
+        return tanh_backward(dout, cache, dx=dx)
+    backward = relu_backward if function == "relu" else slope_backward
+    return backward(dout, cache, dx=dx)
+
+
+class GateCache(NamedTuple):
+    """f(gate), its slope, what it multiplies, and where that is inside its limits."""
+
+    opened: Array
+    slope: Array
+    up: Array
+    inside: Array | None = None
+
+
+def gate_forward(
+    gate: Array,
+    up: Array,
+    *,
+    function: spec.GateActivation | Literal["sigmoid"],
+    ws: Workspace | None = None,
+) -> tuple[Array, GateCache]:
+    """f(gate) * up. A gate of width 1 multiplies the complete row."""
+    opened, slope = activate_forward(gate, function, ws=ws)
+    out = np.multiply(opened, up, out=room(ws, up.shape, up.dtype))
+    return out, GateCache(opened, slope, up)
+
+
+def clamped_gate_forward(
+    gate: Array, up: Array, *, limit: float, slope: float, ws: Workspace | None = None
+) -> tuple[Array, GateCache]:
+    """g sigmoid(slope g) (u + 1) with g = min(gate, limit), u = up within both limits.
+
+    What lies outside passes no gradient on.
+    """
+    # g sigmoid(a g) = silu(a g) / a   =>   its slope is silu'(a g)
+    below, inside = gate <= limit, np.abs(up) <= limit
+    bounded = np.minimum(gate, limit, out=room(ws, gate.shape, gate.dtype))
+    bounded *= slope
+    opened, bent = silu_forward(bounded, ws=ws)
+    opened /= slope
+    bent *= below
+    raised = np.clip(up, -limit, limit, out=room(ws, up.shape, up.dtype))
+    raised += 1.0
+    out = np.multiply(opened, raised, out=room(ws, up.shape, up.dtype))
+    return out, GateCache(opened, bent, raised, inside)
+
+
+def gate_backward(
+    dout: Array, cache: GateCache, *, dgate: Array | None = None, dup: Array | None = None
+) -> tuple[Array, Array]:
+    """Return dgate and dup, written into the given arrays or new ones."""
+    # forward: out = f(gate) * up   =>   dup = dout * f(gate),  dgate = dout * up * f'(gate)
+    dup = np.multiply(dout, cache.opened, out=dup)
+    if cache.inside is not None:
+        dup *= cache.inside
+    if cache.opened.shape[-1] != dout.shape[-1]:  # one gate for the complete row
+        dgate = np.sum(dout * cache.up, axis=-1, keepdims=True, out=dgate)
+    else:
+        dgate = np.multiply(dout, cache.up, out=dgate)
+    return slope_backward(dgate, cache.slope, dx=dgate), dup
 
 
 def dropout_forward(x: Array, *, keep: Array, out: Array | None = None) -> tuple[Array, Array]:
@@ -250,7 +342,7 @@ def _pieces(
     mark = 0 if ws is None else ws.mark()
     columns = x.shape[-1]
     x_RC, out_RC, slope_RC = (a.reshape(-1, columns) for a in (x, out, slope))
-    rows = min(len(x_RC), max(1, PIECE // columns))
+    rows = max(1, min(len(x_RC), PIECE // columns))
     buffers = [room(ws, (rows, columns), x.dtype) for _ in range(scratch)]
     for start in range(0, len(x_RC), rows):
         here = slice(start, start + rows)

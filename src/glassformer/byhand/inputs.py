@@ -24,6 +24,13 @@ class Side:
     segments_BT: Array | None = None
     types_BT: Array | None = None
 
+    def of(self, rows_B: Array) -> "Side":
+        """Return these rows of it."""
+        held = (self.tokens_BT, self.valid_BT, self.segments_BT, self.types_BT)
+        tokens_BT, *rest = (None if one is None else one[rows_B] for one in held)
+        assert tokens_BT is not None
+        return Side(tokens_BT, *rest)
+
 
 class Inputs(NamedTuple):
     """Checked arrays of a batch."""

@@ -15,22 +15,17 @@ import numpy as np
 from glassformer.byhand.activation import relu_backward, relu_forward
 from glassformer.byhand.attention import (
     AttendCache,
-    HeadsCache,
     attend_forward,
-    multi_head_backward,
-    multi_head_forward,
     softmax_backward,
     softmax_forward,
 )
 from glassformer.byhand.attention import attend_backward as heads_backward
-from glassformer.byhand.block import BlockArrays, BlockCache, Setting, block_backward, block_forward
 from glassformer.byhand.embedding import (
     embedding_backward,
     embedding_forward,
     sinusoidal_backward,
     sinusoids,
 )
-from glassformer.byhand.ffn import FeedCache, feed_backward, feed_forward
 from glassformer.byhand.inputs import check_ids
 from glassformer.byhand.linear import LinearCache, linear_backward, linear_forward
 from glassformer.byhand.loss import LossCache, cross_entropy_backward, cross_entropy_forward
@@ -38,7 +33,7 @@ from glassformer.byhand.model import Model, Tape
 from glassformer.byhand.norm import NormCache, layer_norm_backward, layer_norm_forward
 from glassformer.byhand.optim import Slot, slots_of
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
-from glassformer.byhand.storage import fill, under
+from glassformer.byhand.storage import fill
 from glassformer.spec import model as spec
 from glassformer.spec.attention_shapes import check_heads, check_mask_shape
 from glassformer.spec.checks import divides, size
@@ -47,7 +42,6 @@ from glassformer.spec.init import HeInit
 from glassformer.spec.manifest import (
     Parameter,
     attention_parameters,
-    block_parameters,
     ffn_parameters,
     linear_parameters,
 )
@@ -377,42 +371,69 @@ class MultiHeadAttention(Layer):
         super().__init__(draw(tuple(rules), rng=rng))
         self.d_model = d_model
         self.weights_BNTS: Array | None = None
-        self._cache: HeadsCache | None = None
-        self._trip = PassContext(Workspace(np.float64))
+        self._lines = {letter: Projection(self, f"{letter}_proj") for letter in "qkvo"}
+        self._cache: AttendCache | None = None
+        self._shared = True  # q, k and v read the same x
 
     def forward(
         self, x_BTD: Array, *, mask: Array | None = None, context_BSD: Array | None = None
     ) -> Array:
         x_BTD = numbers("x", x_BTD, width=self.d_model, axes=3)
-        keys = x_BTD.shape[1]
-        if context_BSD is not None:
-            context_BSD = numbers("the context", context_BSD, width=self.d_model, axes=3)
-            keys = context_BSD.shape[1]
-            if len(context_BSD) != len(x_BTD):
-                raise InputError(
-                    f"the context has a batch of {len(context_BSD)}, x of {len(x_BTD)}"
-                )
-        scores = (*x_BTD.shape[:2], keys)
-        self._trip = PassContext(Workspace(x_BTD.dtype))
-        out_BTD, self._cache = multi_head_forward(
-            x_BTD,
-            attention=self.attention,
-            params=self.params,
-            pass_context=self._trip,
-            context_BSD=context_BSD,
-            allow=permission(mask, (scores[0], self.attention.n_heads, *scores[1:]), x_BTD.dtype),
+        self._shared = context_BSD is None
+        context_BSD = x_BTD if context_BSD is None else context_BSD
+        context_BSD = numbers("the context", context_BSD, width=self.d_model, axes=3)
+        if len(context_BSD) != len(x_BTD):
+            raise InputError(f"the context has a batch of {len(context_BSD)}, x of {len(x_BTD)}")
+        lines, (B, T, _), S = self._lines, x_BTD.shape, context_BSD.shape[1]
+        heads_BTNH, self._cache = attend_forward(
+            self._split(lines["q"].forward(x_BTD)),
+            k_BKSH=self._split(lines["k"].forward(context_BSD)),
+            v_BKSH=self._split(lines["v"].forward(context_BSD)),
+            pass_context=PassContext(Workspace(x_BTD.dtype)),
+            allow=permission(mask, (B, self.attention.n_heads, T, S), x_BTD.dtype),
         )
-        self.weights_BNTS = self._cache.attend.weights_BNTS
-        return self._out(out_BTD)
+        self.weights_BNTS = self._cache.weights_BNTS
+        return self._out(lines["o"].forward(heads_BTNH.reshape(B, T, -1)))
 
     def backward(self, dout_BTD: Array) -> tuple[Array, Array | None]:
         """dx, and dcontext if there was one."""
-        made: dict[str, Array] = {}
-        found = multi_head_backward(
-            self._dout(dout_BTD), remembered(self._cache), grads=made, pass_context=self._trip
+        cache, lines = remembered(self._cache), self._lines
+        dheads_BNTH = self._split(lines["o"].backward(self._dout(dout_BTD)))
+        found = attend_backward(dheads_BNTH, cache)
+        dq, dk, dv = (
+            lines[letter].backward(d.transpose(0, 2, 1, 3).reshape(len(d), d.shape[2], -1))
+            for letter, d in zip("qkv", found, strict=True)
         )
-        self._fill(made)
-        return found
+        return (dq + dk + dv, None) if self._shared else (dq, dk + dv)
+
+    def _split(self, x_BTE: Array) -> Array:
+        """Return (B, N, T, H), a view."""
+        width = self.d_model // self.attention.n_heads
+        return x_BTE.reshape(*x_BTE.shape[:2], -1, width).transpose(0, 2, 1, 3)
+
+
+class Projection:
+    """A linear layer whose parameters and gradients belong to a larger one."""
+
+    def __init__(self, owner: Layer, name: str) -> None:
+        self.owner, self.name = owner, name
+        self._cache: LinearCache | None = None
+
+    def forward(self, x: Array) -> Array:
+        params = self.owner.params
+        weight_OI, bias_O = params[f"{self.name}.weight"], params[f"{self.name}.bias"]
+        out, self._cache = linear_forward(x, weight_OI=weight_OI, bias_O=bias_O)
+        return out
+
+    def backward(self, dout: Array) -> Array:
+        grads = self.owner.grads
+        dx, _, _ = linear_backward(
+            dout,
+            remembered(self._cache),
+            dweight_OI=grads[f"{self.name}.weight"],
+            dbias_O=grads[f"{self.name}.bias"],
+        )
+        return dx
 
 
 class FeedForward(Layer):
@@ -423,24 +444,16 @@ class FeedForward(Layer):
         self.ffn, self.d_model = spec.MLP(d_ff=d_ff, activation="relu"), d_model
         rules = ffn_parameters(self.ffn, "", d_model, init=HeInit())
         super().__init__(draw(tuple(rules), rng=rng))
-        self._cache: FeedCache | None = None
-        self._trip = PassContext(Workspace(np.float64))
+        self._up, self._down = Projection(self, "up_proj"), Projection(self, "down_proj")
+        self._relu = ReLU()
 
     def forward(self, x_BTD: Array) -> Array:
         x_BTD = numbers("x", x_BTD, width=self.d_model)
-        self._trip = PassContext(Workspace(x_BTD.dtype))
-        out, self._cache = feed_forward(
-            x_BTD, ffn=self.ffn, params=self.params, pass_context=self._trip
-        )
-        return self._out(out)
+        return self._out(self._down.forward(self._relu.forward(self._up.forward(x_BTD))))
 
     def backward(self, dout_BTD: Array) -> Array:
-        made: dict[str, Array] = {}
-        dx_BTD = feed_backward(
-            self._dout(dout_BTD), remembered(self._cache), grads=made, pass_context=self._trip
-        )
-        self._fill(made)
-        return dx_BTD
+        dhidden = self._down.backward(self._dout(dout_BTD))
+        return self._up.backward(self._relu.backward(dhidden))
 
 
 class TransformerBlock(Layer):
@@ -449,44 +462,31 @@ class TransformerBlock(Layer):
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, *, rng: np.random.Generator | None = None
     ) -> None:
-        divides("d_model", d_model, "n_heads", n_heads)
-        self.block = spec.Block(
-            attention=spec.Attention(n_heads=n_heads, bias="all", causal=False),
-            ffn=spec.MLP(d_ff=d_ff, activation="relu"),
-            norm=spec.LayerNorm(),
-            placement="post",
-        )
-        rules = block_parameters(self.block, "", d_model, init=HeInit())
-        super().__init__(draw(tuple(rules), rng=rng))
+        rng = np.random.default_rng() if rng is None else rng
         self.d_model = d_model
-        self._cache: BlockCache | None = None
-        self._trip = PassContext(Workspace(np.float64))
+        self.parts: dict[str, Any] = {
+            "attn": MultiHeadAttention(d_model, n_heads, rng=rng),
+            "attn_norm": LayerNorm(d_model),
+            "ffn": FeedForward(d_model, d_ff, rng=rng),
+            "ffn_norm": LayerNorm(d_model),
+        }
+        super().__init__()
+        for name, part in self.parts.items():  # the same arrays, under longer names
+            self.params |= {f"{name}.{leaf}": array for leaf, array in part.params.items()}
+            self.grads |= {f"{name}.{leaf}": array for leaf, array in part.grads.items()}
 
     def forward(self, x_BTD: Array, *, mask: Array | None = None) -> Array:
-        x_BTD = numbers("x", x_BTD, width=self.d_model, axes=3)
-        (B, T, _), heads = x_BTD.shape, self.block.attention.n_heads
-        self._trip = PassContext(Workspace(x_BTD.dtype))
-        out, self._cache = block_forward(
-            x_BTD,
-            block=self.block,
-            params=BlockArrays(
-                attn=under(self.params, "attn."),
-                ffn=under(self.params, "ffn."),
-                norms={name: array for name, array in self.params.items() if "_norm." in name},
-            ),
-            pass_context=self._trip,
-            setting=Setting(allow=permission(mask, (B, heads, T, T), x_BTD.dtype)),
-            dropout=spec.Dropout(),
-        )
-        return self._out(out)
+        x_BTD, parts = numbers("x", x_BTD, width=self.d_model, axes=3), self.parts
+        x_BTD = parts["attn_norm"].forward(x_BTD + parts["attn"].forward(x_BTD, mask=mask))
+        return self._out(parts["ffn_norm"].forward(x_BTD + parts["ffn"].forward(x_BTD)))
 
     def backward(self, dout_BTD: Array) -> Array:
-        arrays = BlockArrays()
-        d_BTD = np.array(self._dout(dout_BTD))
-        block_backward(d_BTD, remembered(self._cache), grads=arrays, pass_context=self._trip)
-        for prefix, part in (("attn.", arrays.attn), ("ffn.", arrays.ffn), ("", arrays.norms)):
-            self._fill({f"{prefix}{name}": grad for name, grad in part.items()})
-        return d_BTD
+        # forward: x' = norm(s), s = x + part(x)   =>   ds = norm'(dx'),  dx = ds + part'(ds)
+        parts = self.parts
+        ds_BTD = parts["ffn_norm"].backward(self._dout(dout_BTD))
+        ds_BTD = parts["attn_norm"].backward(ds_BTD + parts["ffn"].backward(ds_BTD))
+        dx_BTD: Array = ds_BTD + parts["attn"].backward(ds_BTD)[0]
+        return dx_BTD
 
 
 class Transformer:

@@ -1,6 +1,6 @@
 """Losses: weighted, label-smoothed cross-entropy of each head, and the spec's penalty."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
@@ -141,6 +141,7 @@ def head_losses(
     weights: Array | Mapping[str, Array] | None,
     valid_BT: Array | None,
     label_smoothing: float,
+    cross_entropy: Callable[..., tuple[float, LossCache]] = cross_entropy_forward,
     ws: Workspace | None = None,
 ) -> dict[str, tuple[float, LossCache]]:
     """Return the cross-entropy of each head that has targets, and its cache."""
@@ -148,7 +149,7 @@ def head_losses(
     for name, given in targets.items():
         target = np.asarray(given)
         counted = counted_rows(name, target, model=model, weights=weights, valid_BT=valid_BT)
-        found[name] = cross_entropy_forward(
+        found[name] = cross_entropy(
             logits[name], targets=target, weights=counted, label_smoothing=label_smoothing, ws=ws
         )
     return found

@@ -4,7 +4,6 @@ A model's parameters are one vector, so the cost of an update does not depend on
 tensors. Long vectors are updated in pieces that stay in the cache.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -12,8 +11,23 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from glassformer.byhand.model import Model
+from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.pass_context import Array
+from glassformer.byhand.table import AdamRule
+from glassformer.byhand.updates import clip_global_norm, global_norm
 from glassformer.spec.errors import InputError
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "Slot",
+    "Slotted",
+    "clip_global_norm",
+    "global_norm",
+    "slots_of",
+]
 
 # P entries of one piece
 
@@ -54,6 +68,7 @@ class Optimizer(ABC):
         self.weight_decay = weight_decay
         self.steps = 0
         self.model = trained if isinstance(trained, Model) else None
+        self.table = NUMPY if self.model is None else self.model.table
         match trained:
             case Model():
                 self.slots = slots_of(trained)
@@ -125,16 +140,15 @@ class SGD(Optimizer):
     def _update(
         self, param_P: Array, grad_P: Array, state: list[Array], lr: float, decay: float
     ) -> None:
-        (m_P,) = state
-        move = self._work[: param_P.size]
-        np.multiply(param_P, decay, out=move)
-        move += grad_P
-        if self.momentum:
-            m_P *= self.momentum
-            m_P += move
-            move[...] = m_P
-        move *= lr
-        param_P -= move
+        self.table.sgd(
+            param_P,
+            grad_P,
+            *state,
+            lr=lr,
+            momentum=self.momentum,
+            decay=decay,
+            work_P=self._work[: param_P.size],
+        )
 
 
 class Adam(Optimizer):
@@ -163,28 +177,9 @@ class Adam(Optimizer):
         self, param_P: Array, grad_P: Array, state: list[Array], lr: float, decay: float
     ) -> None:
         m_P, v_P = state
-        beta1, beta2 = self.betas
-        size = param_P.size
-        work, more = self._work[:size], self._more[:size]
-        if decay and self.decoupled:
-            param_P *= 1.0 - lr * decay
-        elif decay:
-            grad_P = np.add(np.multiply(param_P, decay, out=more), grad_P, out=more)
-        np.subtract(grad_P, m_P, out=work)
-        work *= 1.0 - beta1
-        m_P += work
-        np.multiply(grad_P, grad_P, out=work)
-        work *= 1.0 - beta2
-        v_P *= beta2
-        v_P += work
-        # m_hat / (sqrt(v_hat) + eps) with m_hat = m / (1 - beta1^t), v_hat = v / root^2,
-        # root^2 = 1 - beta2^t, is m / (sqrt(v) + eps root) * root / (1 - beta1^t)
-        root = math.sqrt(1.0 - beta2**self.steps)
-        np.sqrt(v_P, out=work)
-        work += self.eps * root
-        np.divide(m_P, work, out=work)
-        work *= lr * root / (1.0 - beta1**self.steps)
-        param_P -= work
+        scratch = self._work[: param_P.size], self._more[: param_P.size]
+        rule = AdamRule(lr, *self.betas, self.eps, decay, self.decoupled, self.steps)
+        self.table.adam(param_P, grad_P, m_P, v_P, rule, scratch)
 
 
 class AdamW(Adam):
@@ -202,17 +197,3 @@ class AdamW(Adam):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(trained, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-
-def global_norm(grads: Array) -> float:
-    """Return the norm of the gradient as one vector."""
-    return float(np.sqrt(np.dot(grads, grads)))
-
-
-def clip_global_norm(grads: Array, *, max_norm: float) -> float:
-    """Shrink the gradient vector in place to max_norm if it is longer; return its norm before."""
-    norm = global_norm(grads)
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1.0:
-        grads *= factor
-    return norm

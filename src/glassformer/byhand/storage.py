@@ -4,15 +4,11 @@ Parameters with weight decay come first, so that an optimizer updates everything
 vector operations. q, k and v of one attention are neighbours, so their joined matrix is a view too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
 
-from glassformer.byhand.attention import JOINED as JOINED_QKV
-from glassformer.byhand.block import BlockArrays
-from glassformer.byhand.ffn import JOINED as JOINED_GATE_UP
-from glassformer.byhand.ffn import expert_arrays
 from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import Constant, Gaussian, Rule, Uniform
@@ -73,45 +69,16 @@ class Storage:
                 )
             np.copyto(view, arrays[name], casting="same_kind")
 
-    def below(self, views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-        """Return the arrays below a prefix, by the rest of their names; tied ones are shared."""
-        return under({name: views[owner] for name, owner in self.owner_of.items()}, prefix)
+    def follows(self, before: str, name: str) -> bool:
+        """Return whether a parameter stands right after another, row by row."""
+        first, second = self.owners[before], self.owners[name]
+        neighbours = self.start[before] + first.size == self.start[name]
+        return neighbours and first.shape[1:] == second.shape[1:]
 
-    def block(self, vector: Array, views: dict[str, Array], prefix: str) -> BlockArrays:
-        """Return the arrays of one block by part, with the joined matrices."""
-        arrays = BlockArrays()
-        for part, into in (("attn.", arrays.attn), ("cross.", arrays.cross), ("ffn.", arrays.ffn)):
-            into |= under(views, prefix + part)
-        self._join(
-            vector, arrays.attn, f"{prefix}attn.", ("q_proj", "k_proj", "v_proj"), JOINED_QKV
-        )
-        self._join(
-            vector, arrays.cross, f"{prefix}cross.", ("q_proj", "k_proj", "v_proj"), JOINED_QKV
-        )
-        gate_up = ("gate_proj", "up_proj")
-        self._join(vector, arrays.ffn, f"{prefix}ffn.", gate_up, JOINED_GATE_UP)
-        arrays.experts |= expert_arrays(under(views, f"{prefix}ffn."))
-        for name, own in arrays.experts.items():
-            self._join(vector, own, f"{prefix}ffn.{name}.", gate_up, JOINED_GATE_UP)
-        arrays.norms |= {k: v for k, v in under(views, prefix).items() if k.count(".") == 1}
-        return arrays
-
-    def _join(
-        self,
-        vector: Array,
-        into: dict[str, Array],
-        prefix: str,
-        leaves: tuple[str, ...],
-        joined: str,
-    ) -> None:
-        for kind in ("weight", "bias"):
-            names = [f"{prefix}{leaf}.{kind}" for leaf in leaves]
-            if not all(name in self.start for name in names):
-                continue
-            start, size = self.start[names[0]], sum(self.owners[name].size for name in names)
-            assert self.start[names[-1]] + self.owners[names[-1]].size == start + size
-            rest = self.owners[names[0]].shape[1:]
-            into[f"{joined}.{kind}"] = vector[start : start + size].reshape(-1, *rest)
+    def joined(self, vector: Array, names: Sequence[str]) -> Array:
+        """Return neighbours as one array: their rows, one after the other."""
+        start, size = self.start[names[0]], sum(self.owners[name].size for name in names)
+        return vector[start : start + size].reshape(-1, *self.owners[names[0]].shape[1:])
 
 
 def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
@@ -125,10 +92,3 @@ def fill(array: Array, *, rule: Rule, rng: np.random.Generator) -> None:
             array[...] = rng.normal(0.0, std, array.shape)
         case _ as unreachable:
             assert_never(unreachable)
-
-
-def under(views: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Return the arrays below a prefix, by the rest of their names."""
-    return {
-        name.removeprefix(prefix): view for name, view in views.items() if name.startswith(prefix)
-    }

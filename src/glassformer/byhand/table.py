@@ -8,7 +8,7 @@ gradient and the optimizer's update are members of a table too.
 `interpreter.py` plans a program once, as `Step`s, and runs the list; `Run` is one pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -56,8 +56,11 @@ class Step:
     #: The op's weights and their gradients: views of the model's vectors.
     weights: tuple[Array, ...]
     grads: tuple[Array, ...]
+    names: tuple[str, ...]
     #: "source" for the rows of an encoder and what is projected from them, else "target".
     side: str
+    #: Of an `Attend`, the side of its memory.
+    keys: str = "target"
     #: What `Operation.prepare` made: tables of positions and the like.
     constant: Any = None
     #: The number of the input whose memory the output takes; -1: the output has memory of its own.
@@ -65,8 +68,6 @@ class Step:
     columns: tuple[slice, ...] = ()
     #: Biases of a joined step that has them for some of its columns only: columns, bias, gradient.
     column_biases: tuple[tuple[slice, Array, Array], ...] = ()
-    #: The number of heads that a tap of what is written shows; 0: rows as they are.
-    tap_heads: int = 0
     # --- backward
     #: True where nothing else reads the output's gradient: it may be overwritten.
     own: bool = False
@@ -77,6 +78,9 @@ class Step:
     #: For each input, where its gradient is written, and how it joins what other steps gave.
     places: tuple["Place", ...] = ()
     sums: tuple[Sum, ...] = ()
+    #: Of a joined step, where the parts of its output's gradient stand, and which must be copied.
+    homes: tuple["Place", ...] = ()
+    moved: tuple[bool, ...] = ()
 
 
 Forward = Callable[[Step, Sequence[Array], "Run"], tuple[Array, Any]]
@@ -107,7 +111,7 @@ class Operation:
     #: Inputs whose memory the output may take, if nothing reads them later; the best first.
     over: tuple[int, ...] = ()
     #: Inputs that the cache refers to, and whether it refers to the output.
-    keeps: tuple[int, ...] = ()
+    keeps: Collection[int] = ()
     keeps_output: bool = False
     same: tuple[int, ...] = ()
     inplace: bool = False
@@ -132,7 +136,7 @@ class Table:
 
     `cross_entropy` and its backward have the form of `loss.cross_entropy_forward` and `_backward`,
     `adam` updates (param, grad, m, v) in place by an `AdamRule` with two arrays of scratch, `sgd`
-    as `optim.sgd_update`; `global_norm` returns the norm of a vector and `shrink` multiplies it.
+    as `updates.sgd_update`; `global_norm` and `clip_global_norm` are those of `updates` too.
     """
 
     name: str
@@ -142,7 +146,7 @@ class Table:
     adam: Callable[[Array, Array, Array, Array, AdamRule, tuple[Array, Array]], None]
     sgd: Callable[..., None]
     global_norm: Callable[[Array], float]
-    shrink: Callable[[Array, float], None]
+    clip_global_norm: Callable[..., float]
 
     def serving(self, op: Op) -> Operation | None:
         """Return the first operation that takes this op, or None."""
@@ -289,9 +293,9 @@ class Run:
             self._once[key] = make()
         return self._once[key]
 
-    def allow(self, step: Step, keys_side: str) -> Array | None:
+    def allow(self, step: Step) -> Array | None:
         """Return the mask of an `Attend`, (1 or B, 1, T, S): 1 = may attend, 0 = not."""
-        kind, queries, keys = step.kind, self.sides[step.side], self.sides[keys_side]
+        kind, queries, keys = step.kind, self.sides[step.side], self.sides[step.keys]
         apart = queries is not keys
 
         def make() -> Array | None:
@@ -306,7 +310,7 @@ class Run:
                 segments_BT=None if apart else queries.side.segments_BT,
             )
 
-        key = ("allow", step.side, keys_side, kind.before, kind.after)
+        key = ("allow", step.side, step.keys, kind.before, kind.after)
         found: Array | None = self.once(key, make)
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from glassformer.byhand import stack as byhand
+from glassformer.byhand import operations as byhand
 from glassformer.generation.fast.program import unknown_part
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.program import Runs, missing, program
@@ -166,7 +166,7 @@ EXECUTORS = (
         name="prompts kept on disk",
         lacks=unknown_part,
         default="--prompt-cache",
-        code=("generation.fast.prompt_cache", "generation.turns"),
+        code=("generation.fast.prompt_cache", "generation.fast.turns"),
         precision="as loaded",
         rows={
             "values": "prompts kept on disk change no bit",

@@ -30,8 +30,6 @@ from glassformer.serve.structured import ToolCall, ToolReader
 
 #: Why a text ended, in OpenAI's words.
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
-#: Seconds in which a client must make room for the next event; after it, the slot is others'.
-UNREAD_SECONDS = 5.0
 #: The log-probability that stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
 HEADERS = {
@@ -68,16 +66,6 @@ def too_late(seconds: float) -> BadRequest:
         status=503,
         kind="server_error",
         code="timeout",
-    )
-
-
-def unread(seconds: float) -> BadRequest:
-    """Return the error of an answer whose client does not read it."""
-    return BadRequest(
-        f"The client read nothing for {seconds:g} seconds, and the answer was ended",
-        status=503,
-        kind="server_error",
-        code="unread",
     )
 
 
@@ -133,13 +121,13 @@ class Answer:
                     self.engine.count(self.served.name, FINISH[finish])
                 yield place, tokens, text
 
-    def end(self, outcome: str = "") -> None:
-        """Cancel what has not ended: the client has gone or reads nothing, or an error ends it."""
+    def end(self) -> None:
+        """Cancel what has not ended: the client has gone, or an error ends the answer."""
         if self._clock is not None:
             self._clock.cancel()
         if self.left:
-            if outcome or all(row.finish is None for row in self.rows):
-                self.engine.count(self.served.name, outcome or "cancelled")
+            if all(row.finish is None for row in self.rows):
+                self.engine.count(self.served.name, "cancelled")
             self.engine.cancel(self.served.name, self.rows)
             self.left.clear()
 
@@ -173,11 +161,7 @@ async def gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """Server-sent events: chunks as tokens arrive, then usage if requested, then `[DONE]`.
-
-    An answer is not generated for a client that does not read: where the next event finds no room
-    for UNREAD_SECONDS, the answer ends with an error, which is what the client reads last.
-    """
+    """Server-sent events: chunks as tokens arrive, then usage if requested, then `[DONE]`."""
 
     def __init__(self, answer: Answer, *, include_usage: bool) -> None:
         self.answer = answer
@@ -209,20 +193,13 @@ class Events(Response):
             body = "".join(f"data: {text}\n\n" for text in texts).encode("utf-8", "replace")
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        async def write_soon(*values: Mapping[str, Any] | str) -> None:
-            with anyio.move_on_after(UNREAD_SECONDS) as clock:
-                await write(*values)
-            if clock.cancelled_caught:
-                self.answer.end("unread")
-                raise unread(UNREAD_SECONDS)
-
         style = self.answer.style
         with anyio.move_on_after(self.answer.seconds + 1.0) as clock:  # slow readers are cut off
             try:
-                await write_soon(*style.opening())
+                await write(*style.opening())
                 async for place, tokens, text in self.answer.pieces():
-                    await write_soon(*style.chunks(place, tokens, text))
-                await write_soon(*([style.usage_chunk()] if self.include_usage else []), "[DONE]")
+                    await write(*style.chunks(place, tokens, text))
+                await write(*([style.usage_chunk()] if self.include_usage else []), "[DONE]")
             except BadRequest as error:
                 await write(error.body())
             except Exception as error:

@@ -9,7 +9,6 @@ import numpy as np
 from glassformer.byhand import optim
 from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
-from glassformer.byhand.optim import clip_global_norm, global_norm
 from glassformer.data.batch import Batch
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
@@ -107,11 +106,11 @@ class NumpyEngine(AtOnce):
                 balance += shares[i][layer] * found / mixtures
             for head in counts:
                 nll[head] += share[head] * result.nll[head]
-        size = global_norm(self.model.grad_vector)
+        size = self.model.table.global_norm(self.model.grad_vector)
         applied = math.isfinite(loss + balance_term) and math.isfinite(size)
         if applied:
             if self.train.clip:
-                clip_global_norm(self.model.grad_vector, max_norm=self.train.clip)
+                self.model.table.clip_global_norm(self.model.grad_vector, max_norm=self.train.clip)
             self.optimizer.step(lr=lr)
         tokens = sum(int(batch.valid.sum()) for batch in batches)
         routed = (balance, balance_term) if mixtures else (None, 0.0)

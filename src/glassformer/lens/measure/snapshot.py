@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.byhand.model import Model as HandModel
-from glassformer.byhand.norm import norm_forward
 from glassformer.data.batch import Batch, Source
 from glassformer.lens.capture import eval_mode, residual_rows
 from glassformer.lens.heads import HeadName, attentions, kinds_of, prefix_of
@@ -83,14 +82,9 @@ def _by_hand(model: HandModel, batch: Batch, head: str) -> Pass:
         taps=taps,
     )
     at = prefix_of(model.spec, "self")
-    parts = model.stack(at)
-    final = parts.stack.final_norm
 
     def normed(x: Tensor) -> Tensor:
-        if final is None:
-            return x
-        made = norm_forward(x.numpy(), norm=final, params=parts.own, name="final_norm")[0]
-        return torch.from_numpy(made)
+        return torch.from_numpy(model.final_norm(x.numpy(), prefix=at))
 
     def project(x_BTD: Tensor) -> Tensor:
         # Each row becomes a sequence of one token, so that an answer head reads every one of them.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from glassformer.gpu.cuda_launch import (
+from glassformer.kernels.cuda_launch import (
     DTYPES,
     Kernel,
     TensorMap,
@@ -27,7 +27,7 @@ from glassformer.gpu.cuda_launch import (
     program,
     runs_on,
 )
-from glassformer.gpu.products import Gained
+from glassformer.kernels.matmul import Gained
 
 # B rows, I inputs, O outputs, P tiles of columns
 

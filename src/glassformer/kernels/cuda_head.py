@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from glassformer.gpu.cuda_launch import (
+from glassformer.kernels.cuda_launch import (
     DTYPES,
     Kernel,
     TensorMap,
@@ -20,7 +20,7 @@ from glassformer.gpu.cuda_launch import (
     program,
     runs_on,
 )
-from glassformer.gpu.products import Gained
+from glassformer.kernels.matmul import Gained
 
 # B rows, I inputs, V vocab, P parts of the vocabulary
 
