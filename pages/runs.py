@@ -12,7 +12,8 @@ from functools import cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.checks.faults import FAULTS, planted
+from tests.checks.faults import FAULTS
+from tests.planting import planted
 
 from glassformer.checks.catalogue import (
     PART_CHECKS,

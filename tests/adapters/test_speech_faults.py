@@ -11,7 +11,7 @@ from glassformer.adapters.load import load
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
 from glassformer.generation.stepper import PrefixCacheStepper
 from glassformer.spec.errors import GlassError
-from tests.adapters import folders, test_chat, test_conversation, test_hub, test_tokenizer
+from tests.adapters import folders, test_chat, test_conversation, test_folder_tokenizer, test_hub
 from tests.lab import test_lm_eval
 from tests.planting import Assign, Binary, Call, Choice, Constant, Fault, Return, mutate, planted
 
@@ -33,8 +33,8 @@ def forms(place: Path) -> None:
         "merges": read_tokenizer(folders.write_merges_form(place / "merges")),
         "ranks": read_tokenizer(folders.write_ranks_form(place / "ranks")),
     }
-    test_tokenizer.test_special_tokens_by_name(made)
-    test_tokenizer.test_every_form_gives_the_ids_of_an_independent_tokenizer(made)
+    test_folder_tokenizer.test_special_tokens_by_name(made)
+    test_folder_tokenizer.test_every_form_gives_the_ids_of_an_independent_tokenizer(made)
 
 
 def llama(place: Path) -> None:
@@ -42,10 +42,10 @@ def llama(place: Path) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     folders.write(place / "llama", "tokenizer_config.json", names)
     tokenizer = read_tokenizer(place / "llama")
-    test_tokenizer.test_the_token_that_really_begins_a_text(tokenizer, place / "other")
-    test_tokenizer.test_ids_and_text_are_those_of_transformers(tokenizer)
+    test_folder_tokenizer.test_the_token_that_really_begins_a_text(tokenizer, place / "other")
+    test_folder_tokenizer.test_ids_and_text_are_those_of_transformers(tokenizer)
     text = "你你 the 你"
-    pieces = test_tokenizer.pieces_of(tokenizer, tokenizer.encode(text))
+    pieces = test_folder_tokenizer.pieces_of(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == text
 
 
@@ -85,7 +85,7 @@ def snapshots(place: Path) -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "forms": in_a_folder(forms),
     "llama": in_a_folder(llama),
-    "ends": in_a_folder(test_tokenizer.test_several_ends_and_a_padded_vocabulary),
+    "ends": in_a_folder(test_folder_tokenizer.test_several_ends_and_a_padded_vocabulary),
     "chats": in_a_folder(chats),
     "sight": in_a_folder(conversations(test_conversation.test_the_oldest_turns_go_out_of_sight)),
     "end": in_a_folder(conversations(test_conversation.test_the_end_is_not_said)),

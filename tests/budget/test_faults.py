@@ -17,7 +17,7 @@ from glassformer.spec.errors import GlassError
 from glassformer.spec.presets import budget_lm
 from glassformer.spec.train import SGD, AdamW, Muon
 from tests.budget import test_budget, test_limited_search, test_regions
-from tests.costs import test_costs
+from tests.costs import test_estimates
 from tests.planting import Binary, Constant, Fault, If, Unary, mutate, planted
 
 #: Failing examples are not shrunk: a red check has said enough.
@@ -186,15 +186,17 @@ def experts() -> None:
 
 def flop_counts() -> None:
     for name in ("budget-lm", "qwen", "fsm-factorized"):
-        test_costs.test_training_is_three_forwards(name)
-    spec = test_costs.calm(test_costs.SMALLER["seq2seq"])
-    said = test_costs.flops(spec, length=test_costs.T, source_length=test_costs.S).forward
-    assert test_costs.B * said == test_costs.counted(spec, backward=False)
+        test_estimates.test_training_is_three_forwards(name)
+    spec = test_estimates.calm(test_estimates.SMALLER["seq2seq"])
+    said = test_estimates.flops(
+        spec, length=test_estimates.T, source_length=test_estimates.S
+    ).forward
+    assert test_estimates.B * said == test_estimates.counted(spec, backward=False)
 
 
 def kept() -> None:
     for name in ("budget-lm", "qwen", "digits"):
-        test_costs.test_activations_of_the_presets(name)
+        test_estimates.test_activations_of_the_presets(name)
 
 
 def table() -> None:
@@ -211,7 +213,7 @@ def table() -> None:
 
 def optimizers() -> None:
     for optimizer in (SGD(momentum=0.9), AdamW(), Muon()):
-        test_costs.test_optimizer_state_is_what_torch_holds(optimizer)
+        test_estimates.test_optimizer_state_is_what_torch_holds(optimizer)
 
 
 CHECKS: dict[str, Callable[[], None]] = {

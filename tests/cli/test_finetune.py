@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from glassformer.store.rundir import RunDirectory
 from tests.adapters.folders import write_model
-from tests.cli.test_training import RESULT, glass
+from tests.cli.test_train import RESULT, glass
 from tests.lab.test_finetune import hashes, tally
 
 assert glass  # a fixture

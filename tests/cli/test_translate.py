@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.cli.test_training import glass  # noqa: F401
+from tests.cli.test_train import glass  # noqa: F401
 
 TINY = (
     "task.examples=600",

@@ -12,12 +12,12 @@ from glassformer.spec.errors import GlassError
 from tests.data import (
     test_corpus,
     test_digits,
+    test_library,
     test_machine,
-    test_sampler,
-    test_sequences,
+    test_rng,
+    test_seq2seq,
     test_text,
     test_translation,
-    test_walk,
 )
 from tests.planting import (
     Assign,
@@ -69,16 +69,16 @@ def fresh(check: Callable[[], None]) -> Callable[[], None]:
 
 def exact_entropy() -> None:
     walk = weighted_walk(machine_named("brackets-3"), min_length=1, max_length=6, seed=0)
-    test_walk.entropy_is_exact(walk, 5)
+    test_library.entropy_is_exact(walk, 5)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
     "digits": lambda: test_digits.splits_are_unique_and_right(),
-    "sequence padding": test_sequences.padding_has_no_weight,
+    "sequence padding": test_seq2seq.padding_has_no_weight,
     "translation splits": fresh(test_translation.nothing_held_out_is_trained_on),
     "entropy": exact_entropy,
     "equivalence": test_machine.test_counterexample_is_the_first_by_brute_force,
-    "epochs differ": test_sampler.epochs_and_seeds_differ,
+    "epochs differ": test_rng.epochs_and_seeds_differ,
     "text targets": in_a_folder(test_text.targets_are_the_tokens_one_later),
     "corpus windows": in_a_corpus(test_corpus.windows_are_the_shards_with_documents_apart),
 }

@@ -10,11 +10,11 @@ from tests.generation import (
     definitions,
     test_beam,
     test_constraint,
-    test_decode,
-    test_decoder,
+    test_fast_stepper,
+    test_loop,
     test_samplers,
     test_stepper,
-    test_text,
+    test_text_stream,
 )
 from tests.planting import Binary, Call, Compare, Constant, Fault, Name, mutate, planted
 
@@ -28,7 +28,7 @@ CHECKS = {
         definitions.draws_are_independent,
         definitions.the_chain_is_in_order,
         test_beam.searches_end_early,
-        test_text.text_streams_whole,
+        test_text_stream.text_streams_whole,
     )
 }
 FAULTS = (
@@ -59,11 +59,11 @@ def test_every_check_is_a_test_of_its_own():
         for module in (
             test_beam,
             test_constraint,
-            test_decode,
-            test_decoder,
+            test_loop,
+            test_fast_stepper,
             test_samplers,
             test_stepper,
-            test_text,
+            test_text_stream,
         )
         for name, function in vars(module).items()
         if name.startswith("test_")

@@ -11,10 +11,10 @@ from tests.lab import test_curves, test_evaluate, test_run
 from tests.lab.conftest import MEMORY
 from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, sample, trained
 from tests.planting import Binary, Call, Constant, Fault, Name, mutate, planted
-from tests.spec import test_schedule
+from tests.spec import test_train
 from tests.training import (
     test_accumulation,
-    test_engines,
+    test_engine,
     test_fit,
     test_losses,
 )
@@ -47,9 +47,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "accumulation, torch": lambda: test_accumulation.small_batches_are_a_large_one(
         "machine", "torch", "float64"
     ),
-    "decay": lambda: test_engines.decay_touches_what_the_manifest_says("torch"),
+    "decay": lambda: test_engine.decay_touches_what_the_manifest_says("torch"),
     "step by number": test_fit.a_step_is_a_function_of_its_number,
-    "warmup": test_schedule.warmup_is_a_line_from_the_first_step,
+    "warmup": test_train.warmup_is_a_line_from_the_first_step,
     "resume, torch": in_a_folder(one_resume),
     "damage": in_a_folder(damage_is_noticed),
     "pruning": in_a_folder(test_run.pointers_and_pruning_keep_best_and_last),

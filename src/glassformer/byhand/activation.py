@@ -2,7 +2,7 @@
 
 erfc(z) = exp(-z^2) P(s) with s = (2 - z) / (2 + z), for z >= 0. The map folds [0, inf) onto
 (-1, 1], where exp(z^2) erfc(z) is smooth; P was fitted with weight exp(-z^2), and
-tests/byhand/test_erf_fit.py fits it again. exp(-z^2) is also the bell curve of GELU's slope.
+tests/byhand/test_activation.py fits it again. exp(-z^2) is also the bell curve of GELU's slope.
 
 ReLU, GELU (exact and tanh), SiLU and dropout: elementwise pairs.
 

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glassformer.models.weights import numpy_view
 from glassformer.spec.errors import FileError, InputError
-from glassformer.store.tensors import BFLOAT16, DTYPES, read_header, read_tensors, tensor_bytes
+from glassformer.store.tensors import (
+    BFLOAT16,
+    DTYPES,
+    read_header,
+    read_tensors,
+    rounded,
+    tensor_bytes,
+    widened,
+)
 
 
 def some(dtype, *shape):
@@ -183,3 +193,22 @@ def test_numbers_that_are_not_finite_have_one_rule_and_are_read_back():
     assert found == {"a": [1.0, "nan"], "b": ["-inf", "x", 3]}
     assert float(found["b"][0]) == float("-inf")
     assert json_numbers([float("inf"), 2.0], not_finite="null") == [None, 2.0]
+
+
+# --- bfloat16 without torch -----------------------------------------------------------------------
+
+
+def test_every_bfloat16_is_widened_and_comes_back():
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    finite = bits[bits.isfinite()]
+    wide = widened(numpy_view(finite))
+    assert np.array_equal(wide, finite.float().numpy())
+    assert np.array_equal(rounded(wide).view("u2"), numpy_view(finite).view("u2"))
+
+
+def test_rounding_is_torchs():
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(1)) * 3
+    halves = (widened(numpy_view(x.bfloat16())).view("u4") + 0x8000).view("f4")  # half way
+    for numbers in (x.numpy(), halves):
+        want = numpy_view(torch.from_numpy(numbers).bfloat16())
+        assert np.array_equal(rounded(numbers).view("u2"), want.view("u2"))

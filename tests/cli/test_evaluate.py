@@ -6,7 +6,7 @@ import types
 import pytest
 
 from glassformer.lab.smallbench.suite import BITS, EXAMS
-from tests.cli.test_training import glass  # noqa: F401  a fixture
+from tests.cli.test_train import glass  # noqa: F401  a fixture
 
 LM = (
     f"task.path={types.__file__}",
