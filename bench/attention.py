@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.clock import Row, Sides, interleave, rows
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.kernels.threads import taking
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.spec import presets
 
 LENGTHS = (512, 4_096, 20_000, 50_000)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.clock import Row, said
-from glassformer.checks.diff import diff
+from glassformer.checks.diff import Difference, diff
 from glassformer.checks.preset_subjects import perturb
 from glassformer.models.model import build
 from glassformer.spec import presets
@@ -304,10 +304,77 @@ def residual(model: nn.Module, parts: Parts, layer: int, draw: random.Random) ->
     return parts.attention.format(layer) + "|" + parts.block.format(layer), "residual"
 
 
+def forgotten(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A layer that is not computed."""
+    block = parts.block.format(layer)
+    model.get_submodule(block).forward = lambda x, *a, **k: x  # type: ignore[method-assign]
+    return f"{block}.", f"the second side does not compute {block}."
+
+
+def neighbour(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A layer with the weights of the layer before, or of the layer after."""
+    other = layer - 1 if layer else 1
+    if 0 < layer < 2 and draw.random() < 0.5:
+        other = layer + 1
+    block, source = (model.get_submodule(parts.block.format(i)) for i in (layer, other))
+    block.load_state_dict(source.state_dict())
+    return f"{parts.block.format(layer)}.", f"holds what {parts.block.format(other)}."
+
+
+def exchanged(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Keys and values exchanged; where all are of one size also queries and keys."""
+    if parts is NEOX:
+        return None
+    attention = model.get_submodule(parts.attention.format(layer))
+    q, k, v = (attention.get_submodule(f"{x}_proj") for x in "qkv")
+    pairs = [(k, v)] if q.weight.shape != k.weight.shape else [(k, v), (q, k)]
+    one, other = draw.choice(pairs)
+    _swap(one, other)
+    return parts.attention.format(layer), "exchanged|input"
+
+
+def window(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """A window in one layer."""
+    width = draw.randrange(2, 9)
+
+    def change(kernel: Any, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> Tensor:
+        order = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        allow = (order >= 0) & (order < width)
+        return kernel(q, k, v, **{**o, "attn_mask": allow, "is_causal": False})
+
+    _with_attention(model, parts.attention.format(layer), change)
+    return parts.attention.format(layer), f"window of {width}"
+
+
+def scores_factor(model: nn.Module, parts: Parts, layer: int, draw: random.Random) -> Found:
+    """Scores times a factor that is no width's root."""
+    factor = draw.choice((1.5, 0.9, 1.1))
+    _with_attention(
+        model, parts.attention.format(layer),
+        lambda kernel, q, k, v, **o: kernel(factor * q, k, v, **o),
+    )  # fmt: skip
+    return parts.attention.format(layer), f"{factor:g} times"
+
+
 PLANTS: tuple[Plant, ...] = (
     transposed, bias_missing, epsilon, scaled, reordered, other_rows, one_more, rounded,
-    attention_scale, attention_mask, grouping, rotation, activation, residual,
+    attention_scale, attention_mask, grouping, rotation, activation, residual, forgotten,
+    neighbour, exchanged, window, scores_factor,
 )  # fmt: skip
+
+
+def is_right(expected: str, found: Difference) -> bool:
+    """True if the module is the expected one, or inside of a part that ends in a dot."""
+    places = expected.split("|")
+    return not found.same and any(
+        found.module == one or (one.endswith(".") and found.module.startswith(one))
+        for one in places
+    )
+
+
+def is_named(expected: str, found: Difference) -> bool:
+    """True if a cause has the expected words, one of several."""
+    return any(word in text for text in found.causes for word in expected.split("|"))
 
 
 # --- released models: ours beside transformers', into which mistakes are planted -----------------
@@ -530,8 +597,8 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[Row]:
             continue
         planted += 1
         found = diff(model, twin)
-        right = not found.same and found.module in expected[0].split("|")
-        named = any(expected[1] in text for text in found.causes)
+        right = is_right(expected[0], found)
+        named = is_named(expected[1], found)
         place, cause = place + right, cause + named
         if not right or not named:
             told = "no difference" if found.same else f"{found.module}: {'; '.join(found.causes)}"

@@ -30,9 +30,9 @@ from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import adapt, load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.generation.fast.program import unknown_part
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
+from glassformer.models.prompts import Prompts
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.model import ModelSpec

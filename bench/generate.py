@@ -1,4 +1,4 @@
-"""Decoding: ours with a cache and lean, beside a loop without a cache and other people's engines.
+"""Decoding: ours with a cache and native, beside a loop without a cache and other people's engines.
 
 The same weights on every side (`bench.peers`), greedy or beams, exactly so many new tokens.
 `of_limit` is the share of the memory-bandwidth limit: the bytes that a step must read, weights and
@@ -8,7 +8,6 @@ cache, over the bandwidth that this machine showed in the same run.
 import argparse
 import inspect
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
@@ -133,7 +132,7 @@ def run(
             name, shape, new=new, batches=batches, rounds=rounds, size=size
         )
     yield from native_is_plain(size)
-    wrong = len(list(disagreements(size.searches, steppers=(TorchStepper, FastStepper))))
+    wrong = len(list(disagreements(size.searches, steppers=(TorchStepper, RecordedStepper))))
     yield said(
         "generate", "beam against brute force", f"{wrong} wrong lists of {size.searches} models"
     )
@@ -155,7 +154,7 @@ def against_naive(d_model: int, n_layers: int, *, size: Size) -> Iterator[Row]:
     sides: Sides = {
         "naive loop, no cache": greedy(NaiveStepper(model), [[1]], new=size.new),
         "glassformer, cached": greedy(TorchStepper(model), [[1]], new=size.new),
-        "glassformer, lean": greedy(FastStepper(model), [[1]], new=size.new),
+        "glassformer, native": greedy(NativeStepper(model), [[1]], new=size.new),
     }
     case = f"d{d_model} L{n_layers}, {size.new} tokens, batch 1"
     times = interleave(sides, rounds=size.rounds, inner=1, warmup=1)
@@ -193,12 +192,12 @@ def against_transformers(
     rounds: int,
     size: Size,
 ) -> Iterator[Row]:
-    """Qwen2's architecture in float32; compiled for batch 1, where there is a compiler."""
+    """Qwen2's architecture in float32."""
     if not installed("transformers"):
         yield said("generate", f"Qwen2 {name}", "transformers is not installed")
         return
     model, theirs = qwen_pair(shape, length=size.prompt + new, device="cpu")
-    lean, native = FastStepper(model), NativeStepper(model)
+    native = NativeStepper(model)
     for batch in batches:
         case = f"Qwen2 {name}, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
@@ -208,18 +207,13 @@ def against_transformers(
             "transformers": hugging_face(theirs, tokens_BT, new=new, cache=None),
             "transformers, static cache": hugging_face(theirs, tokens_BT, new=new, cache="static"),
             "glassformer, cached": greedy(TorchStepper(model), prompts, new=new),
-            "glassformer, lean": greedy(lean, prompts, new=new),
             "glassformer, native": greedy(native, prompts, new=new),
         }
-        if batch == 1 and (shutil.which("c++") or shutil.which("g++")):
-            compiled = FastStepper(model, compile=True)
-            sides["glassformer, lean, compiled"] = greedy(compiled, prompts, new=new)
-        elif batch == 1:
-            yield said("generate", case, "compiled: not run, there is no C++ compiler")
         yield said(
-            "generate", case, agreement(sides["glassformer, lean"](), sides["transformers"](), new)
+            "generate",
+            case,
+            agreement(sides["glassformer, native"](), sides["transformers"](), new),
         )
-        yield said("generate", case, f"routines: {lean.chosen}")
         limit_ms = limit(model, batch=batch, prompt=size.prompt, new=new, device="cpu")
         times = interleave(sides, rounds=rounds, inner=1, warmup=1)
         yield from with_limit(times, case, "transformers", limit_ms)
@@ -275,7 +269,7 @@ def on_gpu(
         model = fresh(spec, device=device, dtype=torch.bfloat16)
     else:
         model, theirs = qwen_pair(shape, length=length, device=device, dtype=torch.bfloat16)
-    ours = FastStepper(model)
+    ours = RecordedStepper(model)
     for batch in batches:
         case = f"bf16, prompt {size.prompt}, {new} new, batch {batch}"
         generator = torch.Generator().manual_seed(1)
@@ -283,7 +277,7 @@ def on_gpu(
         given_BT, sides = tokens_BT.to(device), {}
         if theirs is not None:
             sides[STATIC] = hugging_face(theirs, given_BT, new=new, cache="static")
-        sides["glassformer, lean, graph"] = greedy(ours, tokens_BT.tolist(), new=new)
+        sides["glassformer, recorded"] = greedy(ours, tokens_BT.tolist(), new=new)
         limit_ms = limit(model, batch=batch, prompt=size.prompt, new=new, device=device)
         times = interleave(sides, rounds=3, inner=1, warmup=2)
         for row in with_limit(times, case, next(iter(sides)), limit_ms):
@@ -308,7 +302,7 @@ def constrained(size: Size) -> Iterator[Row]:
     """What a constraint costs: brackets, sampled, batch 32; ratio = time over unconstrained."""
     names = Vocab(("PAD", "BOS", "EOS", "(", ")"))
     model = fresh(presets.core(vocab_size=5, max_seq_len=256), device="cpu")
-    stepper, prompts = FastStepper(model), [[1]] * 32
+    stepper, prompts = NativeStepper(model), [[1]] * 32
     machine = brackets(4)
     bound = Constraint(machine, tokenizer=names)
     new = size.new
@@ -337,7 +331,7 @@ def constrained(size: Size) -> Iterator[Row]:
 def flat(size: Size) -> Iterator[Row]:
     """Memory over many generations of one decoder: prompts of changing lengths and batches."""
     model = fresh(presets.core(), device="cpu")
-    decoder, count = FastStepper(model), size.generations
+    decoder, count = RecordedStepper(model), size.generations
     spec = DecodeSpec(max_new_tokens=8)
 
     def once(number: int) -> None:

@@ -22,11 +22,11 @@ from bench.clock import Row, said
 from glassformer.adapters.load import load
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.quant.convert import quantize_model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.model import ModelSpec, SwiGLU

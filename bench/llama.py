@@ -41,10 +41,10 @@ from glassformer.adapters.any_model import export
 from glassformer.adapters.load import load
 from glassformer.generation.fast.native import NativePast
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.large_pages import LargePages
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts
 from glassformer.quant.convert import quantize_model
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.quantization import QuantSpec

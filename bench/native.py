@@ -26,12 +26,12 @@ from torch import Tensor
 from bench.clock import Row, said
 from glassformer.generation.fast.from_model import IntegerWeights
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import taking
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
 from glassformer.nn.linear import Linear
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets

@@ -242,16 +242,18 @@ def _costs(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
         other.start()
         time.sleep(ALONE)
         alone, before = other.end(), server.megabytes()
-        other = Other(server)
-        other.start()
         statuses: Counter[int] = Counter()
         worst = {"CPU s": (0.0, ""), "MB": (0.0, ""), "wall s": (0.0, "")}
-        for name, form in cases(count, seed):
+        # Made before: what this process computes meanwhile is in the other client's way.
+        sent = [(name, server.completion({**GOOD, "response_format": form}))
+                for name, form in cases(count, seed)]  # fmt: skip
+        other = Other(server)
+        other.start()
+        for name, request in sent:
             for one in _builders(server.child):
                 Path(f"/proc/{one}/clear_refs").write_text("5")
             cpu, begin = _cpu(server.child), time.perf_counter()
-            body = {**GOOD, "response_format": form}
-            statuses[server.read(server.completion(body))[0]] += 1
+            statuses[server.read(request)[0]] += 1
             seen = {
                 "CPU s": _cpu(server.child) - cpu,
                 "MB": max(_status(one, "VmHWM") for one in _builders(server.child)),
@@ -267,10 +269,11 @@ def _costs(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
         yield "another client, before", _other(alone)
         yield "another client, meanwhile", f"{_other(meanwhile)}, {other.wrong} refused"
         with ThreadPoolExecutor(20) as crowd:  # many at once: the builders are always busy
+            bodies = [{**GOOD, "response_format": form} for _, form in cases(60, seed + 1)]
+            requests = [server.completion(body) for body in bodies]
             other = Other(server)
             other.start()
-            bodies = [{**GOOD, "response_format": form} for _, form in cases(60, seed + 1)]
-            asked = crowd.map(lambda body: server.read(server.completion(body))[0], bodies)
+            asked = crowd.map(lambda request: server.read(request)[0], requests)
             seen_there = Counter(asked)
         shown = ", ".join(f"{status}: {n}" for status, n in sorted(seen_there.items()))
         yield "another client, beside 20 at once", f"{_other(other.end())}; they got {shown}"

@@ -42,16 +42,14 @@ from bench.quant_peers import (
     peers_of,
     torch_calls,
 )
+from glassformer.adapters.executors import fastest_stepper
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.choice import fastest_stepper
+from glassformer.generation.fast.native import NativePast
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.kernels.matmul import CHOICES, Product
 from glassformer.kernels.threads import taking
 from glassformer.lab.measure.precision import agree, cache_cost
 from glassformer.lab.quantize import (
@@ -66,6 +64,7 @@ from glassformer.lab.quantize import (
 from glassformer.lab.runs.assemble import assemble
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.lora import apply_lora
@@ -646,9 +645,6 @@ def layers(
         for rows in batches:
             x = torch.randn(rows, inputs, generator=generator).to(device)
             sides: dict[str, Side] = {EAGER: lambda x=x, w=weight: F.linear(x, w)}
-            if device == "cpu":
-                product = Product(weight, None, routines=CHOICES.of(weight))
-                sides[FASTEST] = lambda x=x, p=product: p(x)
             for name, tensor in made.items():
                 for backend in ("c", "fbgemm", "aten"):
                     layer = _layer(tensor, backend)
@@ -743,18 +739,20 @@ def _decoders(models: dict[str, Model]) -> dict[str, Side]:
     """One step each, at a past of 128 that does not grow: the same place is written again."""
     sides: dict[str, Side] = {EAGER: _step(TorchStepper(models[EAGER]))}
     for name, model in models.items():
-        sides[FASTEST if name == EAGER else name] = _step(FastStepper(model))
+        sides[FASTEST if name == EAGER else name] = _step(NativeStepper(model))
     return sides
 
 
-def _step(stepper: TorchStepper | FastStepper) -> Side:
+def _step(stepper: TorchStepper | NativeStepper) -> Side:
     prompt = torch.randint(1000, (PAST,), generator=torch.Generator().manual_seed(1)).tolist()
     _, past = stepper.start(Prompts.of([prompt]), room=2)
     token = torch.zeros(1, dtype=torch.long)
-    memory = past.slots if isinstance(stepper, FastStepper) else past.cache
 
     def step() -> object:
-        memory.length = PAST
+        if isinstance(past, NativePast):
+            past.cut([PAST])
+        else:
+            past.cache.cut(PAST)
         return stepper.step(token, past=past)
 
     return step

@@ -30,9 +30,9 @@ from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids
-from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
+from glassformer.models.prompts import text_prompt
 from glassformer.spec.decoding import DecodeSpec
 
 PROMPTS = (

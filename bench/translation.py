@@ -17,11 +17,11 @@ from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 
@@ -58,13 +58,12 @@ def crossed(
             sides["CTranslate2"] = translated(translator, source_BS, width, new)
         ours = {
             "cached": TorchStepper(model),
-            "lean": FastStepper(model),
             "native": NativeStepper(model),
         }
         for name, stepper in ours.items():
             sides[f"glassformer, {name}"] = ours_crossed(stepper, prompts, width, new)
         first = {name: first_tokens(call()) for name, call in sides.items()}
-        same = [name for name, tokens in first.items() if tokens == first["glassformer, lean"]]
+        same = [name for name, tokens in first.items() if tokens == first["glassformer, native"]]
         yield said("generate", case, f"the same tokens: {', '.join(same)}")
         times = interleave(sides, rounds=rounds, inner=1, warmup=1, clock=clock)
         yield from rows(times, bench="generate", case=case, baseline="transformers (Marian)")
@@ -79,7 +78,7 @@ def crossed_on_gpu(*, device: str, quick: bool, alone: bool, rounds: int = 3) ->
     """Greedy and four beams, batch 1 and 64; tokens count once for each source."""
     shape, new = (SMALL, 16) if quick else (BASE, 128)
     model = fresh(presets.seq2seq(**shape), device=device, dtype=torch.bfloat16)
-    stepper = FastStepper(model)
+    stepper = RecordedStepper(model)
     theirs = None if alone else marian_twin(model, device=device).to(torch.bfloat16)
     for batch, width in ((1, 1), (64, 1), (1, 4), (64, 4)):
         kind = "greedy" if width == 1 else f"beam {width}"
@@ -92,7 +91,7 @@ def crossed_on_gpu(*, device: str, quick: bool, alone: bool, rounds: int = 3) ->
         if theirs is not None:
             given = marian(theirs, source_BS.to(device), width, new)
             sides["transformers (Marian)"] = lambda given=given: given().cpu()
-        sides["glassformer, lean, graph"] = ours_crossed(stepper, prompts, width, new)
+        sides["glassformer, recorded"] = ours_crossed(stepper, prompts, width, new)
         times = interleave(sides, rounds=rounds, inner=1, warmup=2)
         for row in rows(times, bench="generate", case=case, baseline=next(iter(sides))):
             speed = batch * new / float(str(row["median_ms"])) * 1e3

@@ -13,10 +13,10 @@ import numpy as np
 
 from glassformer.data.build_task import build_task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.lab.recipes import recipe
 from glassformer.lens.inspection import inspect
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import BeamSpec
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine
@@ -72,7 +72,7 @@ def record() -> Film:
         if seen.step not in STEPS:
             continue
         model = engine.model.eval()
-        found = beam_search(FastStepper(model), prompts, spec=greedy)[0].hypotheses[0].tokens
+        found = beam_search(NativeStepper(model), prompts, spec=greedy)[0].hypotheses[0].tokens
         looked = inspect(model, batch).attention.of("cross")
         last = len(looked.weights) - 1
         weights = looked.mean(last).tensor.float().numpy()

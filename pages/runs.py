@@ -27,11 +27,11 @@ from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
+from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.lab.recipes import recipe
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
 from glassformer.nn.taps import trace
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.presets import seq2seq
@@ -111,7 +111,7 @@ def searched(run: Trained, *, width: int, alpha: float, rows: int = 100) -> tupl
     )
     assert batch.source is not None
     prompts = Prompts.of([[1]] * rows, sources=batch.source.tokens, source_valid=batch.source.valid)
-    found = beam_search(FastStepper(run.model), prompts, spec=spec)
+    found = beam_search(NativeStepper(run.model), prompts, spec=spec)
     lengths = [len(beams.hypotheses[0].tokens) - 1 for beams in found]
     return float(np.mean([length == 0 for length in lengths])), float(np.mean(lengths))
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from glassformer.adapters.any_model import patch_activations as patch_activations
     from glassformer.adapters.any_model import quantize as quantize
     from glassformer.adapters.embed import embed as embed
+    from glassformer.adapters.generate import beam_search as beam_search
+    from glassformer.adapters.generate import generate as generate
+    from glassformer.adapters.generate import stream_tokens as stream_tokens
     from glassformer.adapters.load import build as build
     from glassformer.adapters.load import load as load
     from glassformer.adapters.load import save as save
@@ -27,9 +30,6 @@ if TYPE_CHECKING:
     from glassformer.checks.setups import Setup as Setup
     from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
-    from glassformer.generation.generate import beam_search as beam_search
-    from glassformer.generation.generate import generate as generate
-    from glassformer.generation.generate import stream_tokens as stream_tokens
     from glassformer.lab.api import evaluate as evaluate
     from glassformer.lab.api import finetune as finetune
     from glassformer.lab.api import lr_find as lr_find
@@ -82,7 +82,7 @@ _HOME = {
     "Taps": "glassformer.nn.taps",
     "Sweep": "glassformer.lab.sweeps.sweep",
     "TrainSpec": "glassformer.spec.train",
-    "beam_search": "glassformer.generation.generate",
+    "beam_search": "glassformer.adapters.generate",
     "build": "glassformer.adapters.load",
     "compare_precision": "glassformer.lab.quantize",
     "compare": "glassformer.lab.compare",
@@ -96,7 +96,7 @@ _HOME = {
     "export": "glassformer.adapters.any_model",
     "extract": "glassformer.lab.extract",
     "finetune": "glassformer.lab.api",
-    "generate": "glassformer.generation.generate",
+    "generate": "glassformer.adapters.generate",
     "history": "glassformer.lab.runs.curves",
     "inspect": "glassformer.adapters.any_model",
     "load": "glassformer.adapters.load",
@@ -113,7 +113,7 @@ _HOME = {
     "runs": "glassformer.lab.runs.table",
     "save": "glassformer.adapters.load",
     "show": "glassformer.lab.show",
-    "stream_tokens": "glassformer.generation.generate",
+    "stream_tokens": "glassformer.adapters.generate",
     "sweep": "glassformer.lab.sweeps.sweep",
     "trace": "glassformer.nn.taps",
     "train": "glassformer.lab.api",

@@ -27,7 +27,7 @@ from glassformer.adapters.registry import (
 )
 from glassformer.adapters.table import Columns, Row, Rows, Table, identity_plan, make_plan
 from glassformer.data.tasks.digits import VOCAB
-from glassformer.generation.fast.stepper import FastStepper
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.weights import numpy_view, tensor_view
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
@@ -200,7 +200,7 @@ def test_tracing_decoding_verifying_and_saving_take_an_adapter(tmp_path):
         adapter(tokens(1, 6))
     assert seen["blocks.0.attn.weights"].shape == (1, 4, 6, 6)
     assert adapter.model.scoped_taps is None
-    assert FastStepper(adapter, routines="torch").vocab_size == 97
+    assert RecordedStepper(adapter).vocab_size == 97
     report = gf.verify(adapter, only="cache")
     assert report.passed >= 2
     assert report.failed == 0

@@ -24,10 +24,10 @@ from glassformer.cli.main import app
 from glassformer.generation import beam
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.loop import decode
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
+from glassformer.models.prompts import Prompts
 from glassformer.quant.contents import quantization_report
 from glassformer.quant.convert import quantize_model
 from glassformer.spec.decoding import DecodeSpec

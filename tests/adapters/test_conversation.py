@@ -10,16 +10,20 @@ import torch
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.warm import WarmStepper
 from glassformer.generation.loop import decode
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import PrefixCacheStepper, TorchStepper
+from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.generation.turns import Turns
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from tests.adapters import folders
 
 SPEC = DecodeSpec(max_new_tokens=9, eos=(312, 310), forbidden=tuple(range(313, 320)))
+
+
+def plain_turns(model):
+    return Turns(TorchStepper(model, cache="growing"))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def talk(model):
     return Conversation(
-        PrefixCacheStepper(model.model), model.tokenizer, read_chat(model.origin), spec=SPEC
+        plain_turns(model.model),
+        model.tokenizer,
+        read_chat(model.origin),
+        spec=SPEC,
     )
 
 
@@ -60,7 +67,10 @@ def test_draws_differ_from_turn_to_turn_and_repeat_with_the_seed(model):
     def run(seed):
         spec = replace(SPEC, temperature=2.0, seed=seed)
         talk = Conversation(
-            PrefixCacheStepper(model.model), model.tokenizer, read_chat(model.origin), spec=spec
+            plain_turns(model.model),
+            model.tokenizer,
+            read_chat(model.origin),
+            spec=spec,
         )
         first = said(talk, "the cat")
         talk.reset()
@@ -131,7 +141,7 @@ def test_stop_strings_are_not_shown(model, talk):
     assert len(whole) > 4
     stop = whole[2:4]
     short = Conversation(
-        PrefixCacheStepper(model.model),
+        plain_turns(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, stop=(stop,)),
@@ -144,7 +154,7 @@ def test_half_a_stop_string_is_shown(model, talk):
     """What could have begun one, and did not, is part of the answer."""
     whole = said(talk, "the cat")
     other = Conversation(
-        PrefixCacheStepper(model.model),
+        plain_turns(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, stop=(whole[-1] + "zzz",)),
@@ -157,7 +167,7 @@ def test_the_end_is_not_said(model, talk):
     end = talk.last.tokens[3]
     before = talk.last.tokens[: talk.last.tokens.index(end)]
     other = Conversation(
-        PrefixCacheStepper(model.model),
+        plain_turns(model.model),
         model.tokenizer,
         read_chat(model.origin),
         spec=replace(SPEC, eos=(end,)),
@@ -189,7 +199,7 @@ def test_a_saved_conversation_is_a_line_of_training_data(talk, tmp_path):
 def test_a_warm_start_is_a_cold_start(model):
     """Whatever two prompts share, logits are those of reading everything again."""
     double = copy.deepcopy(model.model).double()
-    warm, cold = PrefixCacheStepper(double), TorchStepper(double)
+    warm, cold = plain_turns(double), TorchStepper(double)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(313, (40,), generator=generator).tolist()
     prompts = [ids[:10], ids[:25], ids[:25], [*ids[:12], 7, 8], ids[5:9], ids]
@@ -206,7 +216,7 @@ def test_a_warm_start_is_a_cold_start(model):
 
 
 def test_a_warm_past_has_one_row_and_one_owner(model):
-    warm = PrefixCacheStepper(model.model)
+    warm = plain_turns(model.model)
     with pytest.raises(InputError, match="2 prompts at once"):
         list(decode(warm, [[1, 2], [3]], spec=SPEC))
     _, first = warm.start(Prompts.of([[1, 2, 3]]), room=4)
@@ -216,7 +226,7 @@ def test_a_warm_past_has_one_row_and_one_owner(model):
 
 
 def test_an_error_in_the_middle_leaves_no_half_past(model, monkeypatch):
-    warm = PrefixCacheStepper(model.model)
+    warm = plain_turns(model.model)
     wanted, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
     body = type(model.model).hidden
 
@@ -236,8 +246,9 @@ def test_an_error_in_the_middle_leaves_no_half_past(model, monkeypatch):
 
 
 def test_a_chat_decodes_by_the_native_step(model):
-    assert isinstance(model.chat().stepper, WarmStepper)
-    assert isinstance(load(model.origin, dtype=torch.float64).chat().stepper, PrefixCacheStepper)
+    assert isinstance(model.chat().stepper.inner, NativeStepper)
+    double = load(model.origin, dtype=torch.float64)
+    assert isinstance(double.chat().stepper.inner, TorchStepper)
 
 
 def test_a_warm_native_start_is_a_cold_start_bit_for_bit(model, tmp_path):
@@ -246,7 +257,10 @@ def test_a_warm_native_start_is_a_cold_start_bit_for_bit(model, tmp_path):
     ids = torch.randint(313, (60,), generator=generator).tolist()
     prompts = [ids[:10], ids[:45], ids[:45], [*ids[:45], 3, 5, 9], [*ids[:33], 7, 8], ids[5:9], ids]
     for folder, reused in ((None, 10 + 44 + 47 + 33), (tmp_path, 10 + 44 + 47 + 33 + 45)):
-        warm, cold = WarmStepper(model.model, prompt_cache=folder), NativeStepper(model.model)
+        warm, cold = (
+            Turns(NativeStepper(model.model, prompt_cache=folder)),
+            NativeStepper(model.model),
+        )
         for row in prompts:
             found, past = warm.start(Prompts.of([row]), room=4)
             wanted, other = cold.start(Prompts.of([row]), room=4)
@@ -259,7 +273,7 @@ def test_a_warm_native_start_is_a_cold_start_bit_for_bit(model, tmp_path):
 
 def test_a_warm_native_past_knows_the_tokens_that_c_chose(model):
     """The second prompt continues the first answer: all that was read of it is reused."""
-    warm = WarmStepper(model.model)
+    warm = Turns(NativeStepper(model.model))
     (first,) = generate_batch(warm, [[1, 2, 3]], spec=DecodeSpec(max_new_tokens=9))
     longer = [1, 2, 3, *first.tokens, 4, 5]
     found, past = warm.start(Prompts.of([longer]), room=2)
@@ -274,7 +288,7 @@ def test_a_warm_native_past_knows_the_tokens_that_c_chose(model):
 
 
 def test_an_interrupted_native_start_leaves_no_half_past(model, monkeypatch):
-    warm = WarmStepper(model.model)
+    warm = Turns(NativeStepper(model.model))
     wanted, _ = warm.start(Prompts.of([[1, 2, 3, 4]]), room=4)
 
     def fails(*_, **__):

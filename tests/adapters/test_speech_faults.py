@@ -9,7 +9,8 @@ import pytest
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
 from glassformer.adapters.tokenizers.folder_tokenizer import read_tokenizer
-from glassformer.generation.stepper import PrefixCacheStepper
+from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.turns import Turns
 from glassformer.spec.errors import GlassError
 from tests.adapters import folders, test_chat, test_conversation, test_folder_tokenizer, test_hub
 from tests.lab import test_lm_eval
@@ -58,7 +59,7 @@ def conversations(check: Callable) -> Callable[[Path], None]:
     def run(place: Path) -> None:
         model = load(folders.write_model(place / "model"))
         template = read_chat(model.origin)
-        stepper = PrefixCacheStepper(model.model)
+        stepper = Turns(TorchStepper(model.model, cache="growing"))
         talk = Conversation(stepper, model.tokenizer, template, spec=test_conversation.SPEC)
         check(model, talk)
 

@@ -11,9 +11,9 @@ import glassformer as gf
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.load import adapt, load
 from glassformer.generation.beam import beam_search
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
+from glassformer.models.prompts import Prompts
 from glassformer.nn.cache import GrowingCache
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError

@@ -90,7 +90,7 @@ FAULTS = (
     Fault("rotary interleaved", mutate("nn.position:rotate", Call("chunk"), to="(x_BNTH[..., ::2], x_BNTH[..., 1::2])"), ROTARY),
     Fault("slopes halved beyond a power of two", mutate("spec.position:alibi_slopes", Assign("between"), to="{func}(2, 1 + {args[1]}, 2)"), ALIBI),
     Fault("read scores without their bias", mutate(ATTEND, If("bias"), to="False"), READ, "alibi-lm"),
-    Fault("fast step without its bias", mutate("generation.fast.block:FastAttention.heads", If("mask"), drop=True), STEPS, "alibi-lm"),
+    Fault("derived step without its bias", mutate("gpu.derived_step:FastAttention.heads", If("slopes_N"), to="False"), STEPS, "alibi-lm"),
     Fault("near distances share a bucket", mutate("spec.position:relative_buckets", Assign("exact"), part="right", to="4"), RELATIVE),
     Fault("sinusoid sin and cos swapped", mutate("kernels.tables:sinusoids", Name("sin", nth=1), to="np.cos"), SINUSOIDS),
     # norms, feed-forward, blocks
@@ -110,7 +110,7 @@ FAULTS = (
     # cache
     Fault("every sequence in the first slot", mutate("generation.fast.slots:NativeSlots.read", Name("slot"), to="0"), COMPANY, "qwen"),
     Fault("wrong guesses stay in the cache", mutate("generation.speculative:SpeculativePast.forget", Call("len"), drop=True), AHEAD, "qwen"),
-    Fault("a kept prompt is taken whole", mutate("generation.fast.prompt_cache:PromptCache.find", Assign("shared"), to="min(len({args[0]}), len(prompt) - 1)"), KEPT, "qwen"),
+    Fault("a kept prompt is taken whole", mutate("generation.fast.prompt_cache:PromptCache.longest", Assign("shared"), to="min(len({args[0]}), len(prompt) - 1)"), KEPT, "qwen"),
     Fault("cache one short", mutate("nn.cache:FixedCache.extend", Subscript("memory"), to="{value}[:, :, 1:end]"), CACHED, "core"),
     Fault("scales stay where codes are moved", mutate("nn.cache:FixedCache.reorder", For("one", nth=1), to="{it}[::2]"), ROUNDED, "core"),
     Fault("codes without their signs", mutate("nn.cache:from_int8", Binary("*"), part="left", to="{it}.abs()"), NATIVE_ROUNDED, "core"),
@@ -137,7 +137,7 @@ FAULTS = (
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", mutate("generation.stepper:TorchStepper._read", Return(), arg=0, to="1.0001 * {it}"), STEPS, "core"),
     Fault("a program without its final norm", mutate("generation.fast.program:NativeProgram.head", Assign("at", nth=1), drop=True), NATIVE, "core"),
-    Fault("a lean step in the wrong place", mutate("generation.fast.stepper:FastStepper.step", Binary("+"), to="max(1, {left})"), STEPS, "core"),
+    Fault("a derived step in the wrong place", mutate("gpu.recorded_stepper:RecordedStepper.step", Binary("+"), to="max(1, {left})"), STEPS, "core"),
     Fault("float64 through float32", mutate("generation.stepper:TorchStepper._read", Return(), arg=0, to="{it}.float().to({value}.dtype)"), WIDE_STEPS, "qwen"),
     Fault("draws by the place in the batch", mutate("generation.samplers:draw", Call("uniforms"), arg=1, to="range(len({it}))"), BATCHES, "core"),
     Fault("the same chance at every step", mutate("generation.samplers:draw", Name("step"), to="0"), EVERYTHING, "core"),

@@ -7,12 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 import glassformer as gf
-from glassformer.adapters import array_model
+from glassformer.adapters import array_model, executors, generate
 from glassformer.cli import main as command
 from glassformer.cli.main import app
 from glassformer.data.automata.library import parity
-from glassformer.generation import generate
-from glassformer.generation.fast import choice
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def test_json_tells_text_tokens_probabilities_and_why_it_ended(runs):
 
 def test_the_cache_changes_nothing_and_stdin_is_read(runs):
     words = ("reverse", "3 1 4", "--max-new", "6")
-    assert glass(runs, *words) == glass(runs, *words, "--no-cache") == glass(runs, *words, "--lean")
+    assert glass(runs, *words) == glass(runs, *words, "--no-cache")
     assert glass(runs, *words) == glass(runs, "reverse", "-", "--max-new", "6", stdin="3 1 4")
 
 
@@ -137,7 +135,7 @@ TOO_LONG = " ".join(["3"] * 70)
         (("reverse", "3 1", "--n-best", "2"), "--n-best belongs to a beam search"),
         (("reverse", "3 1", "--beams", "2", "--temperature", "1"), "does not go with --beams"),
         (("reverse", "3 1", "--beams", "2", "--penalty", "long"), "--penalty 'long'"),
-        (("reverse", "3 1", "--no-cache", "--lean"), "--no-cache is the plain loop"),
+        (("reverse", "3 1", "--no-cache", "--speculate"), "--speculate is for the default step"),
         (("reverse", "3 1", "--device", "tpu"), "unknown device 'tpu'"),
         (("digits", "FIRST 1 2 SEP"), "glass inspect shows what it predicts"),
         (("nowhere", "3 1"), "there is no folder"),
@@ -148,7 +146,7 @@ def test_bad_input_is_three_lines_before_work_starts(runs, words, message, monke
     work = []
     for place, name in (
         (array_model, "ArrayStepper"),
-        (choice, "NativeStepper"),
+        (executors, "NativeStepper"),
         (generate, "NaiveStepper"),
     ):
         stepper = getattr(place, name)

@@ -25,9 +25,9 @@ from glassformer.costs.activations import activations
 from glassformer.costs.estimates import flops, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
 from glassformer.quant.backends.choose import BACKENDS, why_not
 from glassformer.quant.contents import quantized_arrays, restored_model
 from glassformer.quant.convert import quantize_model
@@ -229,7 +229,7 @@ def fast_step(model: ModelSpec) -> None:
     for owner, name in probed_parts(model, known):
         part = getattr(owner, name)
         part.__class__ = type("ProbeVariant", (torch.nn.Module,), {})
-    stepper = FastStepper(known, routines="linear")
+    stepper = RecordedStepper(known)
     logits, past = stepper.start(Prompts.of([[1, 2, 3]]), room=2)
     stepper.step(logits.argmax(-1), past=past)
 

@@ -13,15 +13,15 @@ from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
 from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import NOTHING, decode
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.kernels import c_library
 from glassformer.kernels.threads import taking
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.nn.cache import from_int8, to_int8
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache
@@ -98,9 +98,7 @@ SOURCES = ((2, 7), (1, 8, 2, 8, 1, 8), (2, 8, 4))
 STEPPERS = {
     "fixed": TorchStepper,
     "growing": lambda model: TorchStepper(model, cache="growing"),
-    "lean": lambda model: FastStepper(model, routines="linear"),
-    "transposed": lambda model: FastStepper(model, routines="transposed"),
-    "columns": lambda model: FastStepper(model, routines="columns"),
+    "derived": RecordedStepper,
 }
 
 
@@ -455,16 +453,15 @@ def threads_change_no_step() -> None:
     assert torch.equal(*found)
 
 
-def masked_is_sliced() -> None:
-    """The form of the step that is compiled, run without a compiler, in memory that was used."""
+def used_memory_is_masked() -> None:
+    """What an earlier decoding left in the memory changes nothing."""
 
-    def make(model: Model) -> FastStepper:
-        decoder = FastStepper(model, routines="linear")
+    def make(model: Model) -> RecordedStepper:
+        decoder = RecordedStepper(model)
         generate_batch(decoder, prompts_for(model), spec=DecodeSpec(max_new_tokens=20))
         with torch.inference_mode():
             for kv_BXSH in decoder._kvs:
                 kv_BXSH.fill_(7.0)  # what an earlier decoding left there
-        decoder.compile = True  # from here on; what was built is not compiled
         return decoder
 
     for name in SPECS:
@@ -477,7 +474,7 @@ def masked_is_sliced() -> None:
 
 def batch_is_singles() -> None:
     """Greedy and sampled, either padding, rows that end at different places."""
-    for name, make in itertools.product(("learned", "window", "encoder"), ("fixed", "lean")):
+    for name, make in itertools.product(("learned", "window", "encoder"), ("fixed", "derived")):
         model = built(SPECS[name])
         prompts, stepper = prompts_for(model), STEPPERS[make](model)
         for spec in (
@@ -562,7 +559,7 @@ def steps_are_counted() -> None:
     model.encode = lambda *a, **k: calls.append(1) or encode(*a, **k)
     prompts = prompts_for(model)
     longest = max(map(len, prompts.tokens))
-    for make in (TorchStepper, FastStepper):
+    for make in (TorchStepper, RecordedStepper):
         calls.clear()
         stepper = make(model)
         read = []
@@ -573,7 +570,7 @@ def steps_are_counted() -> None:
         embed.remove()
         assert len(calls) == stepper.encoder_calls == 1
         assert stepper.positions == longest + 6
-        assert read in ([longest] + [1] * 6, [longest])  # the lean step has no modules
+        assert read in ([longest] + [1] * 6, [longest])  # the derived step has no modules
     calls.clear()
     naive = NaiveStepper(model)
     generate_batch(naive, prompts, spec=DecodeSpec(max_new_tokens=7))
@@ -586,8 +583,7 @@ def steps_are_counted() -> None:
 
 def beams_are_exact(*, models: int = 60) -> None:
     """The n-best list of a search of full width = the best of all sequences."""
-    lean = functools.partial(FastStepper, routines="linear")
-    assert list(disagreements(models, steppers=(TorchStepper, lean))) == []
+    assert list(disagreements(models, steppers=(TorchStepper, RecordedStepper))) == []
 
 
 def narrow_beams_are_plain() -> None:
@@ -602,7 +598,7 @@ def narrow_beams_are_plain() -> None:
         for width in (1, 2, 5):
             spec = BeamSpec(width=width, **rules)
             want = _plain_beams(model, prompts, spec)
-            for stepper in (TorchStepper(model), FastStepper(model, routines="linear")):
+            for stepper in (TorchStepper(model), RecordedStepper(model)):
                 (found,) = beam_search(stepper, prompts, spec=spec)
                 assert [h.tokens for h in found.hypotheses] == want, (width, rules)
 
@@ -632,7 +628,7 @@ def beam_one_is_greedy() -> None:
     """A beam of one, greedy decoding and temperature 0 agree, whatever the length penalty."""
     for seed, (name, alpha) in enumerate(itertools.product(SPECS, (-1.0, 0.0, 8.0))):
         model = built(SPECS[name], seed=seed)
-        prompts, stepper = prompts_for(model), FastStepper(model, routines="linear")
+        prompts, stepper = prompts_for(model), RecordedStepper(model)
         rules = {"max_new_tokens": 9, "eos": (2, 7, 11), "min_new_tokens": 2}
         greedy = generate_batch(stepper, prompts, spec=DecodeSpec(**rules))
         beams = beam_search(stepper, prompts, spec=BeamSpec(width=1, alpha=alpha, **rules))

@@ -11,8 +11,8 @@ import torch
 
 from glassformer.checks.rows.decoding import every_hypothesis
 from glassformer.generation.beam import beam_search
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import Stepper
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import BeamSpec
 
 # B batch, V vocab

@@ -8,19 +8,14 @@ import torch
 
 from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
 from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.slots import (
-    NativeSlots,
-    OneByOneSlots,
-    RecordedSlots,
-    Slots,
-    SlotStepper,
-    Span,
-)
-from glassformer.generation.prompts import Prompts
+from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.samplers import settings_of
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_slots import RecordedSlots
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Slots, Span
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import MLP, RMSNorm, Rotary, SwiGLU
@@ -66,14 +61,13 @@ def prompts_of(model, count: int, longest: int = 20) -> list[tuple[int, ...]]:
     return rows
 
 
-@pytest.mark.parametrize("kind", [SlotStepper, NativeSlots])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_do_not_depend_on_company_or_cuts(name, kind):
+def test_logits_do_not_depend_on_company_or_cuts(name):
     model = made(name)
-    if kind is NativeSlots and why_not(model):
+    if why_not(model):
         assert name in ("experts", "factorized")
         return
-    slots = kind(model, slots=8, context=model.spec.max_seq_len)
+    slots = NativeSlots(model, slots=8, context=model.spec.max_seq_len)
     prompts = prompts_of(model, 7, longest=min(20, model.spec.max_seq_len - 1))
     together_RV = slots.read([Span(place, 0, row) for place, row in enumerate(prompts)])
     for place, row in enumerate(prompts):
@@ -120,16 +114,13 @@ def jobs_of(model, count: int) -> list[tuple[tuple[int, ...], DecodeSpec]]:
     ]
 
 
-@pytest.mark.parametrize("kind", [SlotStepper, NativeSlots])
-def test_alone_is_together(kind):
+def test_alone_is_together():
     """Alone, in few slots, in many, with prompts cut into single tokens."""
     model = build(preset("qwen"), generator=torch.Generator().manual_seed(0))
     jobs = jobs_of(model, 40)
-    alone = [answers(model, [job], slots=1, step_tokens=128, kind=kind)[0] for job in jobs]
+    alone = [answers(model, [job], slots=1, step_tokens=128)[0] for job in jobs]
     for slots, step_tokens, between in ((3, 1, 0), (5, 17, 2), (16, 64, 1)):
-        found = answers(
-            model, jobs, slots=slots, step_tokens=step_tokens, between=between, kind=kind
-        )
+        found = answers(model, jobs, slots=slots, step_tokens=step_tokens, between=between)
         assert found == alone
 
 
@@ -245,7 +236,7 @@ def test_several_greedy_steps_in_one_call_change_no_token(monkeypatch):
     assert set(several[1]) == {"eos", "length"}
 
 
-@pytest.mark.parametrize("kind", ["native", "fast", "recorded", "one by one"])
+@pytest.mark.parametrize("kind", ["native", "recorded", "one by one"])
 def test_a_scored_prompt_has_the_log_probabilities_of_the_model(kind):
     """It has them beside others, in pieces, after the same prompt, and with nothing generated."""
     model = made("rotary, gated, grouped")
@@ -253,7 +244,6 @@ def test_a_scored_prompt_has_the_log_probabilities_of_the_model(kind):
     longest = spec.max_seq_len - 1
     slots = {
         "native": lambda: NativeSlots(model, slots=3),
-        "fast": lambda: SlotStepper(model, slots=3),
         "recorded": lambda: RecordedSlots(model, slots=3),
         "one by one": lambda: OneByOneSlots(
             TorchStepper(model), spec, slots=3, context=spec.max_seq_len
@@ -425,6 +415,6 @@ def test_what_cannot_be_read_is_refused_before_any_work():
         with pytest.raises(InputError):
             batcher.prepare(prompt)
     with pytest.raises(InputError):
-        SlotStepper(build(preset("qwen")), slots=0)
+        NativeSlots(build(preset("qwen")), slots=0)
     with pytest.raises(InputError):
-        SlotStepper(build(preset("qwen")), slots=1, context=10**6)
+        NativeSlots(build(preset("qwen")), slots=1, context=10**6)

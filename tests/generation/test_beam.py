@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from glassformer.checks.rows.decoding import every_hypothesis
 from glassformer.generation.beam import beam_search, beam_steps
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks, markov
@@ -73,7 +73,7 @@ def test_a_batch_of_searches_is_each_alone(name, groups):
     spec = BeamSpec(
         width=4, groups=groups, diversity=groups - 1.0, max_new_tokens=7, eos=(1, 4), n_best=2
     )
-    for stepper in (TorchStepper(model), FastStepper(model)):
+    for stepper in (TorchStepper(model), RecordedStepper(model)):
         together = beam_search(stepper, prompts, spec=spec)
         for row, found in enumerate(together):
             sources = None if prompts.sources is None else (prompts.sources[row],)

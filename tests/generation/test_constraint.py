@@ -14,10 +14,10 @@ from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Vocab
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import decode
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks
@@ -80,7 +80,7 @@ def test_forced_and_forbidden_tokens_go_along():
         temperature=3.0, eos=(EOS,), forced=(opening, opening), max_new_tokens=7, min_new_tokens=6
     )
     for sequence in generate_batch(
-        FastStepper(model), [[1]] * 20, spec=spec, constraint=constraint
+        RecordedStepper(model), [[1]] * 20, spec=spec, constraint=constraint
     ):
         assert sequence.tokens[:2] == (opening, opening)
         assert machine.accepts(NAMES.detokenize(sequence.tokens[:-1]).split())

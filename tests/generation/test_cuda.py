@@ -3,19 +3,19 @@
 import pytest
 import torch
 
+from glassformer.adapters.executors import fastest_stepper, make_slots, rewinding_stepper
+from glassformer.adapters.generate import generate, stream_tokens
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
-from glassformer.generation.batching import Batcher, make_slots
+from glassformer.generation.batching import Batcher
 from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.choice import fastest_stepper, rewinding_stepper
-from glassformer.generation.fast.slots import RecordedSlots
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.generate import generate, stream_tokens
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.recorded_slots import RecordedSlots
+from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.prompts import Prompts
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
@@ -42,7 +42,7 @@ def test_the_gpu_gives_the_tokens_of_the_cpu(name):
 
     want = list(answers(NaiveStepper(model)))
     model.cuda()
-    for make in (TorchStepper, FastStepper):
+    for make in (TorchStepper, RecordedStepper):
         assert list(answers(make(model))) == want
 
 
@@ -59,11 +59,11 @@ def test_rows_that_end_leave_the_others_as_they_were(dtype):
     spec = DecodeSpec(max_new_tokens=16, temperature=1.0, eos=ends)
     want = [g.tokens for g in generate_batch(TorchStepper(model), prompts, spec=spec)]
     assert len({len(tokens) for tokens in want}) > 3
-    decoder = FastStepper(model)
+    decoder = RecordedStepper(model)
     for _ in range(2):
         assert [g.tokens for g in generate_batch(decoder, prompts, spec=spec)] == want
     assert [
-        g.tokens for g in generate_batch(FastStepper(model, graph=False), prompts, spec=spec)
+        g.tokens for g in generate_batch(RecordedStepper(model, graph=False), prompts, spec=spec)
     ] == want
 
 
@@ -124,7 +124,7 @@ def test_tokens_that_the_gpu_chooses_are_those_of_the_cpu(name):
             yield trees, [node.total for one in found for node in one.tree]
 
     want = list(answers(TorchStepper(model)))
-    decoder = FastStepper(model.cuda())
+    decoder = RecordedStepper(model.cuda())
     for _ in range(2):  # the second time everything is recorded
         for (tokens, numbers), (expected, values) in zip(answers(decoder), want, strict=True):
             assert tokens == expected
@@ -150,7 +150,7 @@ def test_half_precision_is_as_near_as_the_plain_step(name, rows, dtype):
     vocab, draw = exact.spec.vocab_size, torch.Generator().manual_seed(3)
     given = torch.randint(vocab, (rows, 7), generator=draw).tolist()
     prompts = Prompts.of(given, sources=None if exact.spec.encoder is None else given)
-    steppers = TorchStepper(exact), TorchStepper(half), FastStepper(half)
+    steppers = TorchStepper(exact), TorchStepper(half), RecordedStepper(half)
     started = [stepper.start(prompts, room=5) for stepper in steppers]
     logits = [logits_BV for logits_BV, _ in started]
     for turn in range(4):
@@ -170,7 +170,7 @@ def test_the_recorded_step_is_the_default():
     want = generate(model, [3, 1, 4], max_new_tokens=20).tokens
     other = generate(model, [5, 1], max_new_tokens=20).tokens
     model.cuda()
-    assert isinstance(fastest_stepper(model), FastStepper)
+    assert isinstance(fastest_stepper(model), RecordedStepper)
     assert isinstance(rewinding_stepper(model), TorchStepper)
     assert generate(model, [3, 1, 4], max_new_tokens=20).tokens == want
     first, second = (stream_tokens(model, p, max_new_tokens=20) for p in ([3, 1, 4], [5, 1]))

@@ -6,18 +6,18 @@ A GPU's own tests are in test_cuda.py; what is chosen for a device needs none.
 import pytest
 import torch
 
-from glassformer.generation.batching import make_slots
-from glassformer.generation.fast import block
-from glassformer.generation.fast.choice import (
+from glassformer.adapters.executors import (
     fastest_stepper,
+    make_slots,
     rewinding_stepper,
     why_not_recorded,
 )
+from glassformer.adapters.generate import make_stepper
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.slots import OneByOneSlots
-from glassformer.generation.generate import make_stepper
 from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.stepping import RewindingStepper
+from glassformer.gpu import derived_step
+from glassformer.models.stepping import RewindingStepper
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.decoding import StepSpec
@@ -36,7 +36,7 @@ def on_gpu(model, spare_bytes=PLENTY):
 @pytest.mark.parametrize("name", checks.SPECS)
 def test_on_a_gpu_what_the_fast_step_computes_is_recorded(name):
     reason = on_gpu(built(checks.SPECS[name]))
-    expected = block.why_not(checks.SPECS[name])
+    expected = derived_step.why_not(checks.SPECS[name])
     assert expected in reason and bool(reason) == bool(expected)
 
 

@@ -1,4 +1,4 @@
-"""`FastStepper`: keeps what it built, notices new weights, shares memory with nobody by mistake."""
+"""`RecordedStepper` keeps what it built, notices new weights, shares memory with nobody."""
 
 import gc
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from glassformer.costs.estimates import cache_bytes
-from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.loop import decode
-from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks
@@ -25,7 +25,7 @@ def tokens_of(stepper, prompts=checks.PROMPTS):
 def new_weights_are_noticed() -> None:
     """Derived forms follow the model: trained on, loaded into, cast."""
     model = built(checks.SPECS["rotary"])
-    decoder = FastStepper(model, routines="transposed")
+    decoder = RecordedStepper(model)
     tokens_of(decoder)
     with torch.no_grad():
         model.blocks[0].attn.q_proj.weight.neg_()
@@ -42,7 +42,7 @@ def test_new_weights_are_noticed():
 
 def test_the_memory_is_the_size_that_the_spec_predicts_and_is_kept():
     model = built(checks.SPECS["window"])
-    decoder = FastStepper(model, routines="linear")
+    decoder = RecordedStepper(model)
     tokens_of(decoder)
     length = max(map(len, checks.PROMPTS)) + 8
     want = cache_bytes(model.spec, batch=3, length=length, itemsize=8)
@@ -54,7 +54,7 @@ def test_the_memory_is_the_size_that_the_spec_predicts_and_is_kept():
 
 
 def test_memory_is_flat_over_many_generations():
-    decoder = FastStepper(built(checks.SPECS["encoder"]), routines="linear")
+    decoder = RecordedStepper(built(checks.SPECS["encoder"]))
     prompts = checks.prompts_for(decoder.model)
 
     def tensors():
@@ -70,7 +70,7 @@ def test_memory_is_flat_over_many_generations():
 
 def one_decoding_at_a_time() -> None:
     """A second decoding takes the memory; the first is told instead of answering nonsense."""
-    decoder = FastStepper(built(checks.SPECS["learned"]), routines="linear")
+    decoder = RecordedStepper(built(checks.SPECS["learned"]))
     first = decode(decoder, [[1, 2]], spec=SPEC)
     next(first)
     assert len(list(decode(decoder, [[3]], spec=SPEC))) == 8
@@ -82,25 +82,6 @@ def test_one_decoding_at_a_time():
     one_decoding_at_a_time()
 
 
-def test_choices_are_recorded():
-    model = built(checks.SPECS["learned"])
-    decoder = FastStepper(model)
-    assert tokens_of(decoder) == tokens_of(TorchStepper(model))
-    assert set(decoder.chosen) == {(36, 13), (13, 12), (17, 13), (13, 17), (19, 13)}
-    assert set(decoder.chosen.values()) == {("linear",) * 3}  # too small to be tried
-
-
-def test_the_c_kernels_give_the_same_tokens():
-    for name in ("rotary", "encoder", "window"):
-        model = built(checks.SPECS[name]).float()
-        prompts = checks.prompts_for(model)
-        decoder = FastStepper(model, routines="c")
-        assert tokens_of(decoder, prompts) == tokens_of(TorchStepper(model), prompts)
-        assert set(decoder.chosen.values()) == {("c",) * 3}
-    with pytest.raises(InputError, match="compiled step"):
-        FastStepper(model, routines="c", compile=True)
-
-
 def test_layers_of_another_kind_are_refused():
     class Adapted(torch.nn.Linear):
         pass
@@ -108,4 +89,4 @@ def test_layers_of_another_kind_are_refused():
     model = built(checks.SPECS["learned"])
     model.blocks[0].attn.o_proj = Adapted(12, 13).double()
     with pytest.raises(InputError, match=r"plain linear layers, and found Adapted"):
-        tokens_of(FastStepper(model))
+        tokens_of(RecordedStepper(model))

@@ -4,23 +4,28 @@ import pytest
 import torch
 
 import glassformer as gf
+from glassformer.adapters.executors import (
+    check_own_cache,
+    fastest_stepper,
+    make_slots,
+    rewinding_stepper,
+)
+from glassformer.adapters.generate import make_stepper
 from glassformer.costs.estimates import cache_bytes
-from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.choice import check_own_cache, fastest_stepper, rewinding_stepper
 from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.native import ArrayStepper
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.program import PAGE, ArraySource
 from glassformer.generation.fast.prompt_cache import model_digest
-from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots, Span
-from glassformer.generation.fast.warm import WarmStepper
-from glassformer.generation.generate import make_stepper
-from glassformer.generation.prompts import Prompts
+from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.speculative import SpeculativeStepper
-from glassformer.generation.stepper import NaiveStepper, PrefixCacheStepper, TorchStepper
+from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.generation.turns import Turns
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Span
 from glassformer.models.weights import weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
@@ -68,10 +73,9 @@ def test_memory_is_what_the_spec_predicts():
     assert per_position == {"float": 2 * 2 * 2 * 40 * 4, "int8": 2 * 2 * 2 * (40 + 2 * 4)}
 
 
-@pytest.mark.parametrize("other", [{"cached": False}, {"fast": True}, {"compile": True}])
-def test_steps_without_such_a_cache_are_refused(other):
+def test_steps_without_such_a_cache_are_refused():
     with pytest.raises(InputError, match=r"kv_cache.* int8 is for the default step"):
-        StepSpec(kv_cache="int8", **other)
+        StepSpec(kv_cache="int8", cached=False)
 
 
 def test_other_forms_and_other_libraries_are_refused():
@@ -147,7 +151,8 @@ def test_kept_prompts_belong_to_one_form(tmp_path):
 
 def test_a_conversation_goes_on_from_rounded_keys():
     model = model_of()
-    for talk in (WarmStepper(model, kv_cache="int8"), PrefixCacheStepper(model, kv_cache="int8")):
+    plain = TorchStepper(model, cache="growing", kv_cache="int8")
+    for talk in (Turns(NativeStepper(model, kv_cache="int8")), Turns(plain)):
         talk.start(Prompts((ROW[:30],)), room=9)
         found, _ = talk.start(Prompts((ROW,)), room=9)
         want, _ = NaiveStepper(model, kv_cache="int8").start(Prompts((ROW,)), room=9)

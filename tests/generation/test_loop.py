@@ -9,9 +9,9 @@ import torch
 from glassformer.data.tokenizers.vocab import Characters
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import decode
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 from tests.generation import checks

@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 
+from glassformer.adapters.executors import fastest_stepper
 from glassformer.generation.fast import program
-from glassformer.generation.fast.choice import fastest_stepper
 from glassformer.generation.fast.from_model import why_not
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec import program as kinds

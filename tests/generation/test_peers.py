@@ -5,10 +5,10 @@ import torch
 from bench.peers import BOS, EOS, fresh, marian_twin, qwen_pair
 from bench.translation import first_tokens, marian, ours_crossed
 
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.presets import seq2seq
 
@@ -19,7 +19,7 @@ NEW = 12
 
 
 def steppers(model):
-    return TorchStepper(model), FastStepper(model, routines="linear")
+    return TorchStepper(model), RecordedStepper(model)
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own

@@ -8,8 +8,8 @@ from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation.fast import prompt_cache
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.prompt_cache import model_digest
-from glassformer.generation.prompts import Prompts
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
@@ -121,7 +121,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(InputError, match="for decoders"):
         NativeStepper(seq2seq, prompt_cache=tmp_path)
     with pytest.raises(InputError, match="default step"):
-        gf.generate(model_of(), [1, 2], prompt_cache=str(tmp_path), fast=True)
+        gf.generate(model_of(), [1, 2], prompt_cache=str(tmp_path), cached=False)
 
 
 def test_generate_takes_it(tmp_path):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from glassformer.generation import choosing, samplers
 from glassformer.generation.choosing import NOTHING
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import make_sampler
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import DecodeSpec
 from tests.generation import checks, definitions
 from tests.tiny import VOCAB, built, noise

@@ -6,12 +6,12 @@ import torch
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.preset_subjects import NARROW, perturb
-from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.models.weights import weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
@@ -35,12 +35,12 @@ def test_every_preset_decodes_alike_with_and_without_a_cache(name, dtype, limit)
     model = perturb(build(spec), dtype=dtype, seed=3)
     sources = None if spec.encoder is None else checks.SOURCES
     prompts = Prompts(((3, 1, 4, 1, 5), (2, 2), (6, 5, 3)), sources)
-    for make in (TorchStepper,) if why_not(spec) else (TorchStepper, FastStepper):
+    for make in (TorchStepper,) if why_not(spec) else (TorchStepper, RecordedStepper):
         assert max(checks.paired_logits(make, model, prompts, steps=8)) <= limit
 
 
-def test_the_form_that_is_compiled_is_the_same_step():
-    checks.masked_is_sliced()
+def test_what_is_left_in_memory_is_masked():
+    checks.used_memory_is_masked()
 
 
 def test_a_batch_is_its_rows_alone_padded_on_either_side():
@@ -70,7 +70,7 @@ def test_the_by_hand_engine_says_that_it_counts_padding():
         generate_batch(hand, [[1] * 20, [2]], spec=DecodeSpec(max_new_tokens=20))
 
 
-@pytest.mark.parametrize("make", [TorchStepper, NaiveStepper, FastStepper])
+@pytest.mark.parametrize("make", [TorchStepper, NaiveStepper, RecordedStepper])
 def test_models_that_cannot_decode_are_refused(make):
     with pytest.raises(InputError, match="no next-token head"):
         make(build(presets.digits()))
@@ -80,7 +80,7 @@ def test_models_that_cannot_decode_are_refused(make):
 
 def test_rows_fill_the_context_each_for_itself():
     model = built(checks.SPECS["learned"])  # max_seq_len 29
-    for stepper in (TorchStepper(model), FastStepper(model)):
+    for stepper in (TorchStepper(model), RecordedStepper(model)):
         got = generate_batch(
             stepper, [[1] * 28, [2] * 3, [3] * 20], spec=DecodeSpec(max_new_tokens=99)
         )

@@ -16,12 +16,12 @@ from glassformer.adapters.folder.lora import save_adapter
 from glassformer.adapters.load import adapt
 from glassformer.cli.shell.terminal import write_file
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import delete_runs, rename_run, tag_run
 from glassformer.lab.sweeps.sweep import sweep
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.nn.lora import apply_lora
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets

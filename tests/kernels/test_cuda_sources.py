@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from glassformer.kernels import cuda_attend, cuda_head, cuda_launch, cuda_rows
+from glassformer.gpu import cuda_attend, cuda_head, cuda_launch, cuda_rows
 from glassformer.spec.errors import MachineError
 
 MEMORY = 232_448  # bytes of shared memory that a block of a Hopper GPU may have

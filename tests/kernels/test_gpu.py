@@ -23,7 +23,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_product_of_one_row(n_in, norm, gated, extra):
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     n_out = 37
     x, weight = draw(1, n_in), draw(2 * n_out if gated else n_out, n_in, seed=1)
@@ -54,7 +54,7 @@ def test_a_product_of_one_row(n_in, norm, gated, extra):
 
 
 def test_a_gate_of_many_rows():
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     wide = draw(5, 2 * 1031)
     want = F.silu(wide[:, ::2].double()) * wide[:, 1::2]
@@ -93,7 +93,7 @@ def check_one_query(heads, batch, end, window, *, extra, biased):
 
     `extra` adds padding on the left, rotation and a norm; `biased` adds ALiBi's slopes.
     """
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     (N, K, H, dtype), S = heads, 320
     qkv, kv = draw(batch, N + 2 * K, H, dtype=dtype), draw(batch, 2 * K, S, H, seed=1, dtype=dtype)
@@ -162,7 +162,7 @@ def test_one_query_looks_back(batch, end, window, extra, biased):
 @pytest.mark.parametrize("biased", [False, True])
 def test_one_query_of_many_rows_looks_back(heads, end, window, extra, biased):
     """Rows enough for a block of the GPU each, some of them with two key-value heads."""
-    from glassformer.kernels import cuda_attend, cuda_launch
+    from glassformer.gpu import cuda_attend, cuda_launch
 
     together = 2 if end in (17, 301) else 1
     batch = -(-together * cuda_attend.LEAST_BLOCKS // heads.n_kv_heads) + 3
@@ -179,7 +179,7 @@ def test_one_query_of_many_rows_looks_back(heads, end, window, extra, biased):
 @pytest.mark.parametrize("window", [None, 7])
 def test_rows_have_their_own_slot_and_end(heads, window):
     """A batch over some slots is each row alone over its slot."""
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     (N, K, H, dtype), S = heads, 320
     batch = 3 if heads is NARROW else 70
@@ -208,7 +208,7 @@ def test_rows_have_their_own_slot_and_end(heads, window):
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_find_their_past_in_other_rows(heads, padded):
     """The past of beams is read by an index: the same as if it had been copied together."""
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     (N, K, H, dtype), S, end = heads, 64, 45
     batch, prompts = (6, 2) if heads is NARROW else (72, 5)
@@ -238,7 +238,7 @@ def test_rows_find_their_past_in_other_rows(heads, padded):
 @pytest.mark.parametrize("extra", [False, True])
 def test_prompts_are_turned_and_stored(extra):
     """All positions of two prompts: normalised and rotated with `extra`, else as they are."""
-    from glassformer.kernels import triton_decode
+    from glassformer.gpu import triton_decode
 
     B, T, N, K, H, S = 2, 7, 6, 2, 24, 13
     qkv, kv = draw(B * T, N + 2 * K, H), draw(B, 2 * K, S, H, seed=1)
@@ -271,7 +271,7 @@ def test_prompts_are_turned_and_stored(extra):
 )
 def test_products_of_some_rows(rows, shape, activation, dtype):
     """Bias and residual are added, and rows prepared for a norm that the next product applies."""
-    from glassformer.kernels import cuda_launch, cuda_rows
+    from glassformer.gpu import cuda_launch, cuda_rows
 
     if not cuda_launch.runs_on(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and NVIDIA's bindings for Python")
@@ -310,7 +310,7 @@ def test_products_of_some_rows(rows, shape, activation, dtype):
 
 def chosen(parts_of, rows):
     """Return tokens and log-probabilities by kernels that look for the likeliest in parts."""
-    from glassformer.kernels import triton_choose
+    from glassformer.gpu import triton_choose
 
     tokens = torch.full((rows,), -7, device="cuda")
     made, values = torch.zeros(3, rows, dtype=torch.long, device="cuda"), draw(3, rows)
@@ -325,7 +325,7 @@ def chosen(parts_of, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_tokens_of_logits(rows, vocab, dtype):
     """The first of equal ones, closed ones never; NaN, infinity and nothing open are no choice."""
-    from glassformer.kernels import triton_choose
+    from glassformer.gpu import triton_choose
 
     logits = draw(rows, vocab, dtype=dtype)
     logits[:, vocab // 2] = logits[:, vocab // 3] = logits.amax(1) + 1
@@ -353,8 +353,8 @@ def test_the_likeliest_tokens_of_logits(rows, vocab, dtype):
 @pytest.mark.parametrize("extra", [False, True])
 def test_the_likeliest_tokens_of_a_head(rows, shape, dtype, extra):
     """As by logits in float64 that are rounded; `extra` adds a bias, and the norm of the rows."""
-    from glassformer.kernels import cuda_head, cuda_launch, triton_choose
-    from glassformer.kernels.matmul import Gained
+    from glassformer.gpu import cuda_head, cuda_launch, triton_choose
+    from glassformer.gpu.products import Gained
 
     if not cuda_launch.runs_on(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and NVIDIA's bindings for Python")

@@ -8,11 +8,11 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.lab.measure.scores import answers, decode_split, wanted
 from glassformer.lab.recipes import recipe
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
+from glassformer.models.stepping import Stepper
 from glassformer.spec.errors import InputError
 
 

@@ -11,12 +11,12 @@ from glassformer.checks.preset_subjects import NARROW
 from glassformer.checks.subject import subject_of_model
 from glassformer.data.build_task import build_task
 from glassformer.data.tokenizers.bpe import BytePairs
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.lab.quantize import LENGTH, keeping_float, of_manuals, of_text, time_layers
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
 from glassformer.models.weights import weights_of
 from glassformer.quant.backends import choose
 from glassformer.quant.backends.choose import SlowQuantization
@@ -143,7 +143,7 @@ def test_decoding_is_the_same_lean_or_not():
         greedy = DecodeSpec(max_new_tokens=8)
         found = [
             [list(one.tokens) for one in generate_batch(stepper, prompts, spec=greedy)]
-            for stepper in (TorchStepper(small), FastStepper(small))
+            for stepper in (TorchStepper(small), RecordedStepper(small))
         ]
         assert found[0] == found[1]
 

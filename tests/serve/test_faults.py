@@ -192,7 +192,7 @@ CHECKS: dict[str, Callable[[Bench], object]] = {
     "who leaves frees the slot": who_leaves_frees_the_slot,
     "owners take turns": lambda b: test_batching.test_owners_take_turns(),
     "long prompts are cut": lambda b: test_batching.test_a_long_prompt_does_not_stall_the_others(),
-    "alone is together": lambda b: test_batching.test_alone_is_together(NativeSlots),
+    "alone is together": lambda b: test_batching.test_alone_is_together(),
     "prompts are read once": lambda b: (
         test_batching.test_a_prompt_that_begins_alike_is_not_read_again()
     ),

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from bench.serve import bad_bodies
 
-from glassformer.serve import app
+from glassformer.serve import answers, app
 from glassformer.serve.app import Limits
 from glassformer.serve.http import TimedConnection
 from tests.serve.conftest import HELLO, House
@@ -178,6 +178,57 @@ def test_an_answer_that_takes_too_long_is_given_up(folder):
     assert '"timeout"' in stream.text
     made.close()
     assert made.served.batcher.running == made.served.batcher.waiting == 0
+
+
+def test_a_client_that_does_not_read_loses_its_slot(folder, monkeypatch):
+    """Its answer ends with an error that says so, and another client is served meanwhile."""
+    monkeypatch.setattr(answers, "UNREAD_SECONDS", 0.0)
+    made = House(folder, slots=1)
+    body = {"model": "tiny", "prompt": ["the"] * 8, "max_tokens": 100, "n": 16, "stream": True}
+
+    async def work(client):
+        sent, reads = [], asyncio.Event()
+        first = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive():
+            if not first:
+                await asyncio.Event().wait()
+            return first.pop()
+
+        async def send(message):
+            if sent:
+                await reads.wait()
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "http_version": "1.1",
+            "scheme": "http",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "server": ("localhost", 80),
+            "client": ("127.0.0.1", 1),
+        }
+        stuck = asyncio.create_task(made.app(scope, receive, send))
+        other = {**body, "prompt": "a", "n": 1, "stream": False, "max_tokens": 3}
+        assert (await client.post("/v1/completions", json=other)).status_code == 200
+        while "unread" not in made.engine.figures["tiny"].requests or made.served.batcher.busy:
+            await asyncio.sleep(0.01)
+        assert not stuck.done()
+        reads.set()
+        await stuck
+        return b"".join(message.get("body", b"") for message in sent).decode()
+
+    text = made.ask(work)
+    made.close()
+    assert '"code": "unread"' in text and "The client read nothing for 0 seconds" in text
+    assert "[DONE]" not in text
+    ended = made.engine.figures["tiny"].requests
+    assert ended.pop("unread") == 1
+    assert sum(ended.values()) < 128  # of all choices of both clients
 
 
 def test_bad_requests_are_4xx_and_nothing_is_printed(house, capfd):

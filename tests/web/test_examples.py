@@ -8,10 +8,10 @@ import pytest
 
 import glassformer as gf
 from glassformer.data.build_task import build_task
-from glassformer.generation.prompts import text_prompt
 from glassformer.lab.quantize import Wish, quantize_folder
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs import table
+from glassformer.models.prompts import text_prompt
 from glassformer.spec.quantization import QuantSpec
 from glassformer.web.app.query import Query, Unknown
 from glassformer.web.app.workspace import Workspace

@@ -31,10 +31,11 @@ from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
 from glassformer.adapters.table import Entry, Interleaved, Plan, Rows, identity_plan
 from glassformer.generation.fast.native import ArrayStepper
 from glassformer.generation.fast.program import ArraySource, Matrix, as_floats, unknown_part
-from glassformer.generation.fast.turns import Turns
+from glassformer.generation.turns import Turns
 from glassformer.kernels import c_library
 from glassformer.kernels.integer import tiles_of, why_not
 from glassformer.kernels.packed import PackedMatrix
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import FileError
 from glassformer.spec.model import ModelSpec
@@ -63,7 +64,7 @@ def open_stepper(
     unpacks: bool = True,
     kv_cache: KVCache = "float",
     in_turns: bool = False,
-) -> tuple[ModelSpec, ArrayStepper] | None:
+) -> tuple[ModelSpec, Stepper] | None:
     """Return a model's spec and its native step, or that of a conversation; None where that needs
     torch.
 
@@ -78,8 +79,8 @@ def open_stepper(
     spec, arrays = found
     if unknown_part(spec, kv_cache=kv_cache):
         return None
-    kind = Turns if in_turns else ArrayStepper
-    return spec, kind(spec, ArraySource(spec, arrays), kv_cache=kv_cache)
+    stepper = ArrayStepper(spec, ArraySource(spec, arrays), kv_cache=kv_cache)
+    return spec, Turns(stepper) if in_turns else stepper
 
 
 def open_arrays(

@@ -29,22 +29,20 @@ from torch import Tensor, nn
 
 from glassformer.adapters.chat.begin import begin_chat
 from glassformer.adapters.chat.template import Conversation
+from glassformer.adapters.executors import check_own_cache
 from glassformer.adapters.folder.origin import find_tokenizer
-from glassformer.adapters.text_inputs import Words, inspect_text, question
-from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
-from glassformer.data.batch import Batch
-from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.fast.choice import check_own_cache
-from glassformer.generation.generate import (
+from glassformer.adapters.generate import (
     best_of_beams,
     evaluating,
     make_stepper,
     prepare,
     stream_tokens,
 )
-from glassformer.generation.prompts import Prompts, padded, text_prompt
+from glassformer.adapters.text_inputs import Words, inspect_text, question
+from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
+from glassformer.data.batch import Batch
+from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import Rows
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName
@@ -52,6 +50,8 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.predictions import class_name
 from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
+from glassformer.models.prompts import Prompts, padded, text_prompt
+from glassformer.models.stepping import Stepper
 from glassformer.quant.contents import quantization_report, quantized_numbers
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, KVCache, nearest_option

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.folder.origin import origin_of
+from glassformer.adapters.generate import evaluating
 from glassformer.adapters.sentence import Pooling, SentenceModel, read_sentence_model
 from glassformer.adapters.tokenizers.folder_tokenizer import FolderTokenizer
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.generate import evaluating
 from glassformer.models.inputs import Inputs
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError

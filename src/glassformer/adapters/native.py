@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from glassformer.adapters.base import BaseAdapter, valid_of
 from glassformer.adapters.config import Config
+from glassformer.adapters.executors import fastest_stepper
 from glassformer.adapters.folder.files import ORIGIN
 from glassformer.adapters.folder.fill import ModuleWeights, filled, refill
 from glassformer.adapters.folder.origin import is_native, read_spec
@@ -30,13 +31,13 @@ from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.fast.choice import fastest_stepper
 from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.warm import WarmStepper
-from glassformer.generation.stepper import PrefixCacheStepper
-from glassformer.generation.stepping import Stepper
+from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.stepper import TorchStepper
+from glassformer.generation.turns import Turns
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
+from glassformer.models.stepping import Stepper
 from glassformer.models.weights import weights_of
 from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
@@ -313,8 +314,8 @@ class NativeAdapter(BaseAdapter):
         if reason and prompt_cache is not None:
             raise InputError(f"prompts are kept by the native step, and there is none: {reason}")
         if reason:
-            return PrefixCacheStepper(self.model, kv_cache=kv_cache)
-        return WarmStepper(self.model, prompt_cache=prompt_cache, kv_cache=kv_cache)
+            return Turns(TorchStepper(self.model, cache="growing", kv_cache=kv_cache))
+        return Turns(NativeStepper(self.model, prompt_cache=prompt_cache, kv_cache=kv_cache))
 
     @property
     def scoped_taps(self) -> Taps | None:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from glassformer.data.tokenizers.vocab import Tokenizer, Translates, Vocab
-from glassformer.generation.prompts import Prompts, text_prompt
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.generation.text_stream import BROKEN
 from glassformer.lens.capture import eval_mode
@@ -14,6 +12,8 @@ from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts, text_prompt
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 

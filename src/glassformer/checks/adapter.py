@@ -22,10 +22,10 @@ from glassformer.checks.measure import EXACT, Measure, NotOffered, gap
 from glassformer.checks.report import Report
 from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.subject import Subject, subject_of_adapter
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import verifying
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts
 from glassformer.quant.contents import quantized_numbers
 from glassformer.spec.decoding import DecodeSpec
 

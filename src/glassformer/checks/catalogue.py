@@ -342,13 +342,6 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
-        "compiled decoding = eager",
-        "compiled",
-        decoding.compiled_steps_are_eager,
-        deep=True,
-        of="ours",
-    ),
-    SubjectCheck(
         "quantized = rounded weights, every bit",
         "quantization",
         quantization.equals_rounded,

@@ -5,9 +5,11 @@ activation, a gate, a sum of residuals, attention with another scale, mask, rota
 where the weights themselves show it.
 """
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 #: Tensors closer than this, as a part of the larger one's spread, are the same computation. Float32
 #: rounding of a deep model stays below it, a wrong constant of a norm at usual weights above.
 SAME = 2e-5
+#: Calls before and after a difference among which the source of an input is looked for.
+FEW = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,9 @@ class Scene:
 def module_causes(scene: Scene) -> Iterator[str]:
     """Yield what explains another output of the same input, the most telling first."""
     a, b = scene.one, scene.other
+    if missing := _missing_stretch(scene):
+        yield missing
+        return
     ours, theirs = own_weights(a.module), own_weights(b.module)
     eps = _eps(a.module), _eps(b.module)
     if eps[0] is not None and eps[1] is not None and eps[0] != eps[1]:
@@ -93,7 +100,7 @@ def module_causes(scene: Scene) -> Iterator[str]:
         return
     output = next(layouts(b.output, a.output.shape), None)
     changed = [*_changed_weights(a, b, ours, theirs)]
-    if changed and (elsewhere := _elsewhere(scene, ours)):
+    if changed and (elsewhere := _elsewhere(scene, ours, theirs)):
         yield elsewhere
         return
     yield from changed
@@ -116,19 +123,71 @@ def module_causes(scene: Scene) -> Iterator[str]:
         yield "dtype: the gap is that of half precision on one side"
 
 
-def _elsewhere(scene: Scene, ours: Mapping[str, Tensor]) -> str:
-    """Say what the other side computes before the module whose weights these are."""
-    begin = next((i for i, one in enumerate(scene.right) if one is scene.other), len(scene.right))
-    for at in range(begin + 1, len(scene.right)):
-        later = scene.right[at]
-        theirs = own_weights(later.module)
-        if ours and set(ours) == set(theirs) and all(close(w, theirs[n]) for n, w in ours.items()):
-            first, last = scene.right[begin].name, scene.right[at - 1].name
-            return (
-                f"missing: {scene.one.name} has the weights of {later.name}, before which the "
-                f"other side computes {first} to {last}"
-            )
-    return ""
+def _elsewhere(scene: Scene, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
+    """Say where else a module's weights are: a layer is missing, or weights are in another one."""
+    a, b = scene.one, scene.other
+    there = [one for one in scene.right if one is not b and _holds(one, ours)]
+    here = [one for one in scene.left if one is not a and _holds(one, theirs)]
+    again = [one for one in scene.left if one is not a and _holds(one, ours)]
+    twice = [one for one in scene.right if one is not b and _holds(one, theirs)]
+    order = {id(one): at for side in (scene.left, scene.right) for at, one in enumerate(side)}
+    if there and not here and not again and order[id(there[0])] > order[id(b)]:
+        last = scene.right[order[id(there[0])] - 1].name
+        return (
+            f"missing layer: {a.name} has the weights of {there[0].name}, before which the other "
+            f"side computes {b.name} to {last}"
+        )
+    if here and not there and not twice and order[id(here[0])] > order[id(a)]:
+        last = scene.left[order[id(here[0])] - 1].name
+        return (
+            f"missing layer: {b.name} has the weights of {here[0].name}, before which the first "
+            f"side computes {a.name} to {last}"
+        )
+    found = []
+    if there:
+        found.append(f"{a.name} holds what {there[0].name} holds on the second side")
+    if here:
+        found.append(f"{b.name} holds what {here[0].name} holds on the first side")
+    return f"weights: {'; '.join(found)}" if found else ""
+
+
+def _holds(one: Computed, weights: Mapping[str, Tensor]) -> bool:
+    """True if a module has exactly these weights, and they are not the same for every module."""
+    own = own_weights(one.module)
+    if not own or set(own) != set(weights):
+        return False
+    telling = any(float(w.max()) > float(w.min()) for w in weights.values())
+    return telling and all(close(w, weights[name]) for name, w in own.items())
+
+
+def _missing_stretch(scene: Scene) -> str:
+    """Say what one side does not compute: all its weights are the other's, without one stretch."""
+    left, right = ([x for x in side if has_weights(x.module)] for side in (scene.left, scene.right))
+    if len(left) == len(right):
+        return ""
+    long, short = (left, right) if len(left) > len(right) else (right, left)
+    begin, count = 0, len(long) - len(short)
+    tables = [[own_weights(x.module) for x in side] for side in (long, short)]
+
+    def alike(i: int, j: int) -> bool:
+        one, other = tables[0][i], tables[1][j]
+        return set(one) == set(other) and all(close(w, other[n]) for n, w in one.items())
+
+    while begin < len(short) and alike(begin, begin):
+        begin += 1
+    if any(not alike(i + count, i) for i in range(begin, len(short))):
+        return ""
+    # Norms that are all ones are alike: the stretch begins as early as it can.
+    latest, place = begin, scene.one if long is left else scene.other
+    while begin and alike(begin - 1 + count, begin - 1):
+        begin -= 1
+    at = next((i for i, one in enumerate(long) if one is place), len(long))
+    if not begin <= at <= latest + count:
+        return ""  # one side has something more, and the difference is elsewhere
+    side, first, last = "second" if long is left else "first", long[begin], long[begin + count - 1]
+    if count == 1:
+        return f"missing: the {side} side does not compute {first.name} ({first.kind})"
+    return f"missing layer: the {side} side does not compute {first.name} to {last.name}"
 
 
 def _norm_form(one: Computed, weights: Mapping[str, Tensor]) -> str:
@@ -283,6 +342,8 @@ def _bf16(a: Tensor, b: Tensor) -> bool:
 def region_causes(scene: Scene) -> Iterator[str]:
     """Yield what explains another input of the same module: the code between modules."""
     for explain in (
+        _missing_stretch,
+        _wiring_cause,
         _attention_cause,
         _activation_cause,
         _residual_cause,
@@ -311,6 +372,27 @@ def main_input(one: Computed) -> Tensor | None:
     if one.name == "logits":
         return one.output
     return one.inputs[0] if one.inputs else None
+
+
+def _wiring_cause(scene: Scene) -> str:
+    """Say that a module reads another one's output than its counterpart does."""
+    read = main_input(scene.one), main_input(scene.other)
+    if "logits" in (scene.one.name, scene.other.name):
+        return ""
+    at = next(i for i, one in enumerate(scene.left) if one is scene.one)
+    # Of queries, keys and values some may be computed after it, and be read by the other side.
+    around = [x for x in scene.left[max(0, at - FEW) : at + FEW] if has_weights(x.module)]
+    names = []
+    for x in read:
+        made = [one.name for one in around if x is not None and _is_read(one.output, x)]
+        names.append(made[-1] if made else "")
+    if not all(names) or names[0] == names[1]:
+        return ""
+    return f"input: {scene.one.name} reads {names[0]}, its counterpart what {names[1]} computes"
+
+
+def _is_read(output: Tensor, x: Tensor) -> bool:
+    return output.numel() == x.numel() and gap_of(x, output) < SAME
 
 
 def _parent(name: str) -> str:
@@ -426,29 +508,128 @@ def _position_cause(scene: Scene) -> str:
 # --- attention by hand, in every way it goes wrong -----------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to attend, in words, and what it computes of which queries, keys and values."""
+
+    scale: str
+    mask: str
+    rotation: str
+    grouping: str
+    order: str = "queries, keys and values in this order"
+
+    def beside(self, other: "_Way") -> str:
+        """Return in what two ways differ."""
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return "; ".join(f"{one} beside {two}" for one, two in pairs if one != two)
+
+
 def _attention_cause(scene: Scene) -> str:
     """Compute attention from the equal queries, keys and values in many ways; name each side's."""
     one, other = main_input(scene.one), main_input(scene.other)
-    parts = _projections(scene)
-    if parts is None or one is None or other is None:
+    if one is None or other is None:
         return ""
-    q, k, v = parts
-    for H in _head_widths(scene, q.shape[-1], k.shape[-1]):
-        ways: dict[str, tuple[str, str, str, str]] = {}
+    wanted = {"one": one, "other": other}
+    for q, k, v, H in _projections(scene):
+        ways: dict[str, _Way] = {}
         for way, out in _attentions(q, k, v, H, scene):
-            for side, x in (("one", one), ("other", other)):
-                if side not in ways and _equal(out, x):
-                    ways[side] = way
+            new = [side for side, x in wanted.items() if side not in ways and _equal(out, x)]
+            ways |= dict.fromkeys(new, way)
+            if len(ways) == 1 and new:  # the other one is probably not far
+                (rest,) = wanted.keys() - ways.keys()
+                near = _near(way, q, k, v, H, scene, wanted[rest])
+                ways |= {} if near is None else {rest: near}
             if len(ways) == 2:
                 break
         if len(ways) == 2 and ways["one"] != ways["other"]:
-            apart = [
-                f"{way} beside {another}"
-                for way, another in zip(ways["one"], ways["other"], strict=True)
-                if way != another
-            ]
-            return f"attention: {'; '.join(apart)}"
+            return f"attention: {ways['one'].beside(ways['other'])}"
     return ""
+
+
+def _near(
+    way: _Way, q: Tensor, k: Tensor, v: Tensor, H: int, scene: Scene, wanted: Tensor
+) -> _Way | None:
+    """Return the way that differs from a known one in one thing and gives `wanted`, if any."""
+    T = q.shape[1]
+    heads = _Heads.of(q, k, v, H)
+    scale, masks = _scales(scene, q, H).get(way.scale), _masks(T)
+    if scale is None or way.mask not in masks or way.grouping not in heads.groupings:
+        return None
+    allow, spread = masks[way.mask], heads.groupings[way.grouping]
+
+    def attended(
+        q: Tensor, k: Tensor, v: Tensor, *, scale: float, allow: Tensor, cap: float = 0.0
+    ) -> Tensor:
+        raw = q @ spread(k).transpose(-2, -1) * scale
+        return _joined(_weights(cap * torch.tanh(raw / cap) if cap else raw, allow) @ spread(v))
+
+    def turned(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+        return next((pair for name, pair in _rotations(q, k, scene) if name == way.rotation), None)
+
+    pair = turned(heads.q, heads.k)
+    if pair is None:
+        return None
+    for name, another in _scales(scene, q, H).items():
+        if _equal(attended(*pair, heads.v, scale=another, allow=allow), wanted):
+            return replace(way, scale=name)
+    order = torch.arange(T)[:, None] - torch.arange(T)
+    for width in range(1, T):
+        named = f"{way.mask} and a window of {width}"
+        if _equal(attended(*pair, heads.v, scale=scale, allow=allow & (order < width)), wanted):
+            return replace(way, mask=named)
+    for name, other in masks.items():
+        if _equal(attended(*pair, heads.v, scale=scale, allow=other), wanted):
+            return replace(way, mask=name)
+    exchanges = {"keys and values exchanged": (heads.q, heads.v, heads.k)}
+    if heads.q.shape == heads.k.shape:
+        exchanges["queries and keys exchanged"] = (heads.k, heads.q, heads.v)
+        exchanges["queries and values exchanged"] = (heads.v, heads.k, heads.q)
+    for name, (one, two, three) in exchanges.items():
+        other_pair = turned(one, two)
+        if other_pair is not None and _equal(
+            attended(*other_pair, three, scale=scale, allow=allow), wanted
+        ):
+            return replace(way, order=name)
+    for cap in (*_settings(scene, "attn_logit_softcapping", "softcap"), 20.0, 30.0, 50.0):
+        if _equal(attended(*pair, heads.v, scale=scale, allow=allow, cap=cap), wanted):
+            return replace(way, scale=f"{way.scale}, scores capped at {cap:g}")
+
+    def scaled(factor: float) -> Tensor:
+        return attended(*pair, heads.v, scale=scale * factor, allow=allow)
+
+    factor = _fitted(lambda x: _apart(scaled(x), wanted), 0.05, 20.0)
+    if _equal(scaled(factor), wanted):
+        return replace(way, scale=f"{factor:.4g} times the {way.scale}")
+
+    def rotated(*, slower: float = 1.0, base: float | None = None) -> Tensor:
+        named = (
+            way.rotation if base is None else re.sub("base [^,]+", f"base {base:g}", way.rotation)
+        )
+        options = _rotations(heads.q, heads.k, scene, slower=slower, base=base)
+        pair = next((pair for name, pair in options if name == named), (heads.q, heads.k))
+        return attended(*pair, heads.v, scale=scale, allow=allow)
+
+    for slower in (2.0, 4.0, 8.0, 16.0, 32.0):
+        if _equal(rotated(slower=slower), wanted):
+            return replace(way, rotation=f"{way.rotation}, positions divided by {slower:g}")
+    base = _fitted(lambda x: _apart(rotated(base=x), wanted), 100.0, 1e8)
+    if _equal(rotated(base=base), wanted):
+        return replace(way, rotation=f"the same with base {base:.5g}")
+    return None
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """Return the mean distance of two tensors, in the closest layout."""
+    return min((float((a - x).square().mean()) for x in layouts(b, a.shape)), default=math.inf)
+
+
+def _fitted(apart: Callable[[float], float], low: float, high: float) -> float:
+    """Return the positive number with the smallest distance, to six digits."""
+    for _ in range(6):
+        grid = [low * (high / low) ** (i / 24) for i in range(25)]
+        best = min(range(25), key=lambda i: apart(grid[i]))
+        low, high = grid[max(0, best - 1)], grid[min(24, best + 1)]
+    return math.sqrt(low * high)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -459,14 +640,18 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return abs(one - two) <= 1e-3 * max(one, two) + 1e-9 and gap_of(a, b) < 1e-4
 
 
-def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return q, k, v (B, T, ...) as the last equal outputs before an attention's projection."""
+def _projections(scene: Scene) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
+    """Yield q, k, v (B, T, ...) of the last equal outputs before an attention's projection.
+
+    And the width of a head. Where one product makes all three, they lie side by side, or those of
+    a head do.
+    """
     wanted = main_input(scene.one)
     if wanted is None or not scene.matched:
-        return None
+        return
     width, parent = wanted.shape[-1], _parent(scene.matched[-1][0].name)
     if _parent(scene.one.name) != parent:
-        return None  # another part has begun: the attention before it is equal
+        return  # another part has begun: the attention before it is equal
     products: list[Tensor] = []
     norms: list[Tensor] = []
     for one, _ in scene.matched:
@@ -479,19 +664,24 @@ def _projections(scene: Scene) -> tuple[Tensor, Tensor, Tensor] | None:
             products.append(x)
         elif products:  # a norm before them is that of the stream
             norms.append(x)
-    if len(products) == 1 and products[0].shape[-1] > width:
-        rest = (products[0].shape[-1] - width) // 2
-        products = [*products[0].split([width, rest, rest], -1)]
+    joined = products[0] if products else wanted
+    if len(products) == 1 and joined.shape[-1] > width:
+        rest = (joined.shape[-1] - width) // 2
+        products = [*joined.split([width, rest, rest], -1)]
     if len(products) < 3:
-        return None
+        return
     q, k, v = products[:3]
     if q.shape[-1] % k.shape[-1] or k.shape[-1] != v.shape[-1]:
-        return None
+        return
     normed = [x for x in norms if x.shape == q.shape]
     q = normed[0] if normed else q
     others = [x for x in norms if x.shape == k.shape and not any(x is y for y in normed[:1])]
     k = others[0] if others else k
-    return q, k, v
+    for H in _head_widths(scene, q.shape[-1], k.shape[-1]):
+        yield q, k, v, H
+        if joined.shape[-1] == 3 * width:
+            by_head = joined.unflatten(-1, (-1, 3, H)).unbind(-2)
+            yield by_head[0].flatten(2), by_head[1].flatten(2), by_head[2].flatten(2), H
 
 
 def _head_widths(scene: Scene, queries: int, keys: int) -> list[int]:
@@ -523,14 +713,31 @@ def _around(scene: Scene) -> list[nn.Module]:
     return found
 
 
-def _attentions(
-    q: Tensor, k: Tensor, v: Tensor, H: int, scene: Scene
-) -> Iterator[tuple[tuple[str, str, str, str], Tensor]]:
-    """Yield attention in every combination of scale, mask, rotation and grouping, by name."""
-    B, T = q.shape[:2]
-    heads = [x.reshape(B, T, -1, H).transpose(1, 2) for x in (q, k, v)]
-    group = heads[0].shape[1] // heads[1].shape[1]
-    scales = {
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Queries, keys and values by heads (B, N, T, H), and how query heads find their key head."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    groupings: Mapping[str, Callable[[Tensor], Tensor]]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, H: int) -> "_Heads":
+        """Split rows into heads."""
+        B, T = q.shape[:2]
+        heads = [x.reshape(B, T, -1, H).transpose(1, 2) for x in (q, k, v)]
+        group = heads[0].shape[1] // heads[1].shape[1]
+        groupings: dict[str, Callable[[Tensor], Tensor]] = {
+            "each key head serves neighbouring query heads": lambda x: x.repeat_interleave(group, 1)
+        }
+        if group > 1:
+            groupings["key heads are repeated in turn"] = lambda x: x.repeat(1, group, 1, 1)
+        return cls(heads[0], heads[1], heads[2], groupings)
+
+
+def _scales(scene: Scene, q: Tensor, H: int) -> dict[str, float]:
+    return {
         "scale 1 / √d_head": H**-0.5,
         "no scale": 1.0,
         "scale 1 / √d_model": scene.one.output.shape[-1] ** -0.5,
@@ -538,63 +745,84 @@ def _attentions(
         "scale 1 / d_head": 1.0 / H,
         "scale √d_head": H**0.5,
     }
+
+
+def _masks(T: int) -> dict[str, Tensor]:
     order = torch.arange(T)[:, None] - torch.arange(T)
-    masks = {
+    return {
         "a causal mask": order >= 0,
         "no mask": order < T,
         "a mask that hides the position itself": (order > 0) | (order == order.max()),
         "a mask that shows one position ahead": order >= -1,
         "an inverted mask": order <= 0,
     }
-    groupings: dict[str, Callable[[Tensor], Tensor]] = {
-        "each key head serves neighbouring query heads": lambda x: x.repeat_interleave(group, 1)
-    }
-    if group > 1:
-        groupings["key heads are repeated in turn"] = lambda x: x.repeat(1, group, 1, 1)
-    values = {name: x for name, (x, _) in _rotations(heads[2], heads[2], scene)}
-    for turned, (one, two) in _rotations(heads[0], heads[1], scene):
-        for grouped, spread in groupings.items():
+
+
+def _weights(scores: Tensor, allow: Tensor) -> Tensor:
+    return torch.nan_to_num(torch.softmax(scores.masked_fill(~allow, -math.inf), -1))
+
+
+def _joined(out_BNTH: Tensor) -> Tensor:
+    return out_BNTH.transpose(1, 2).flatten(2)
+
+
+def _attentions(
+    q: Tensor, k: Tensor, v: Tensor, H: int, scene: Scene
+) -> Iterator[tuple[_Way, Tensor]]:
+    """Yield attention in every combination of scale, mask, rotation and grouping, by name."""
+    B, T = q.shape[:2]
+    heads, masks = _Heads.of(q, k, v, H), _masks(T)
+    values = {name: x for name, (x, _) in _rotations(heads.v, heads.v, scene)}
+    for turned, (one, two) in _rotations(heads.q, heads.k, scene):
+        for grouped, spread in heads.groupings.items():
             raw = one @ spread(two).transpose(-2, -1)
-            for scaled, scale in scales.items():
+            for scaled, scale in _scales(scene, q, H).items():
                 for masked, allow in masks.items():
-                    scores = (raw * scale).masked_fill(~allow, -math.inf)
-                    weights = torch.nan_to_num(torch.softmax(scores, -1))
-                    out_BNTH = weights @ spread(heads[2])
-                    yield (scaled, masked, turned, grouped), out_BNTH.transpose(1, 2).flatten(2)
+                    out_BNTH = _weights(raw * scale, allow) @ spread(heads.v)
+                    yield _Way(scaled, masked, turned, grouped), _joined(out_BNTH)
             allow = masks["a causal mask"]
             scores = (raw * H**-0.5).masked_fill(~allow, -math.inf)
             weights, usual = torch.softmax(scores, -1), ("scale 1 / √d_head", "a causal mask")
-            out_BNTH = weights @ spread(heads[2])
+            out_BNTH = weights @ spread(heads.v)
             plain = grouped + ", heads "
-            yield (*usual, turned, plain + "not joined by position"), out_BNTH.reshape(B, T, -1)
-            yield (*usual, turned, plain + "innermost"), out_BNTH.permute(0, 2, 3, 1).flatten(2)
-            summed = torch.softmax(scores, -2) @ spread(heads[2])
+            yield _Way(*usual, turned, plain + "not joined by position"), out_BNTH.reshape(B, T, -1)
+            innermost = out_BNTH.permute(0, 2, 3, 1).flatten(2)
+            yield _Way(*usual, turned, plain + "innermost"), innermost
+            summed = torch.softmax(scores, -2) @ spread(heads.v)
             over = f"{usual[1]} and a softmax over the queries"
-            yield (usual[0], over, turned, grouped), summed.transpose(1, 2).flatten(2)
+            yield _Way(usual[0], over, turned, grouped), _joined(summed)
             if turned in values:
                 out_BNTH = weights @ spread(values[turned])
-                named = f"{turned}, of values too"
-                yield (*usual, named, grouped), out_BNTH.transpose(1, 2).flatten(2)
+                yield _Way(*usual, f"{turned}, of values too", grouped), _joined(out_BNTH)
 
 
-def _rotations(q: Tensor, k: Tensor, scene: Scene) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield queries and keys turned in every usual way, and not at all."""
+def _rotations(
+    q: Tensor, k: Tensor, scene: Scene, *, slower: float = 1.0, base: float | None = None
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield queries and keys turned in every usual way, and not at all; positions over `slower`."""
     yield "no rotation", (q, k)
-    H, T = q.shape[-1], q.shape[2]
-    if H % 2:
-        return
-    for base in _bases(scene):
+    T = q.shape[2]
+    bases = _bases(scene) if base is None else [base]
+    for base, share in itertools.product(bases, _shares(scene)):
+        H = int(q.shape[-1] * share)  # columns that are turned; the others stay
+        if H % 2 or not H:
+            continue
         for offset in (0, 1):
-            angle = (torch.arange(T) + offset)[:, None] * base ** (-torch.arange(0, H, 2) / H)
+            places = (torch.arange(T) + offset)[:, None] / slower
+            angle = places * base ** (-torch.arange(0, H, 2) / H)
             later = f", positions from {offset}" if offset else ""
+            later += f", of a share of {share:g}" if share < 1 else ""
             for way, turn in (("halves", _by_halves), ("neighbours", _by_neighbours)):
                 for sign, word in ((1.0, ""), (-1.0, ", backwards")):
                     cos, sin = angle.cos(), sign * angle.sin()
                     name = f"rotation of {way}, base {base:g}{later}{word}"
-                    yield name, (turn(q, cos, sin), turn(k, cos, sin))
+                    one, two = (
+                        torch.cat((turn(x[..., :H], cos, sin), x[..., H:]), -1) for x in (q, k)
+                    )
+                    yield name, (one, two)
                     if not offset and sign > 0:
-                        yield f"{name}, of queries only", (turn(q, cos, sin), k)
-                        yield f"{name}, of keys only", (q, turn(k, cos, sin))
+                        yield f"{name}, of queries only", (one, k)
+                        yield f"{name}, of keys only", (q, two)
 
 
 def _rotation_cause(scene: Scene) -> str:
@@ -620,6 +848,24 @@ def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _by_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     one, two = x[..., ::2], x[..., 1::2]
     return torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+
+
+def _settings(scene: Scene, *names: str) -> list[float]:
+    """Return positive numbers of these names in the models' modules and their configs."""
+    owners = [m for one in (*scene.left, *scene.right)
+              for m in (one.module, getattr(one.module, "config", None))]  # fmt: skip
+    found = [getattr(owner, name, None) for owner in owners for name in names]
+    return list(dict.fromkeys(float(x) for x in found if isinstance(x, (int, float)) and x > 0))
+
+
+def _shares(scene: Scene) -> list[float]:
+    """Return which shares of a head's columns are turned: those in the settings, and all."""
+    found = _settings(scene, "partial_rotary_factor", "rotary_pct")
+    for one in (*scene.left, *scene.right):
+        given = getattr(getattr(one.module, "config", None), "rope_parameters", None)
+        if isinstance(given, Mapping):
+            found.append(given.get("partial_rotary_factor") or 1.0)
+    return list(dict.fromkeys([*(x for x in found if 0 < x < 1), 1.0]))
 
 
 def _bases(scene: Scene) -> list[float]:

@@ -166,7 +166,7 @@ EXECUTORS = (
         name="prompts kept on disk",
         lacks=unknown_part,
         default="--prompt-cache",
-        code=("generation.fast.prompt_cache", "generation.fast.turns"),
+        code=("generation.fast.prompt_cache", "generation.turns"),
         precision="as loaded",
         rows={
             "values": "prompts kept on disk change no bit",

@@ -9,7 +9,7 @@ one is still going on (the positions are copied).
 No sequence depends on its company: random numbers come from its own seed, its logits from
 `fast.slots`, which see there, and it is sampled alone. There are no threads here and no clock.
 
-Over `RecordedSlots` (a GPU) a step is launched before the tokens of the one before it are seen, so
+Over `AheadSlots` (a GPU) a step is launched before the tokens of the one before it are seen, so
 that the device never waits for this code: what ended meanwhile is dropped. Sequences with the same
 settings are sampled together there. The steps of one sequence are the same, and so are its random
 numbers; its logits may differ in the last bits with the size of the batch.
@@ -28,18 +28,8 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.choice import check_own_cache, rewinding_stepper
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.slots import (
-    NativeSlots,
-    OneByOneSlots,
-    RecordedSlots,
-    Slots,
-    SlotStepper,
-    Span,
-)
+from glassformer.generation.fast.slots import OneByOneSlots
 from glassformer.generation.loop import PATIENCE, Row, allowed, check_something_left, check_tokens
-from glassformer.generation.prompts import Prompts, shared_length
 from glassformer.generation.samplers import (
     Together,
     as_array,
@@ -49,13 +39,12 @@ from glassformer.generation.samplers import (
     seen_in,
     settings_of,
 )
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
-from glassformer.models.model import Model
-from glassformer.spec.decoding import DecodeSpec, KVCache
+from glassformer.models.prompts import Prompts, shared_length
+from glassformer.models.stepping import AheadSlots, Slots, Span
+from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ModelSpec
 
 # V vocab
 
@@ -302,7 +291,7 @@ class Batcher:
     def step(self) -> list[tuple[Continuation, NewToken]]:
         """Give free slots to the queue, read, and sample: the new tokens of those who got one."""
         self._admit()
-        if isinstance(self.slots, RecordedSlots):
+        if isinstance(self.slots, AheadSlots):
             before, self._flight = self._flight, self._launch(self.slots)
             return [] if before is None else self._landed(before)
         users = [held.user for held in self._held if held.user is not None]
@@ -445,7 +434,7 @@ class Batcher:
     # --- a step ahead -----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _launch(self, slots: RecordedSlots) -> "_Flight | None":
+    def _launch(self, slots: AheadSlots) -> "_Flight | None":
         """Start the next step of everyone whose next token is decided by the device alone."""
         users = [held.user for held in self._held if held.user is not None]
         going = []
@@ -487,7 +476,7 @@ class Batcher:
         return _Flight(made, extra, _fetched(tokens_R))
 
     def _sampled_together(
-        self, slots: RecordedSlots, made: Sequence[Continuation], logits_RV: Tensor
+        self, slots: AheadSlots, made: Sequence[Continuation], logits_RV: Tensor
     ) -> tuple[Tensor, "list[Extra]"]:
         """Choose everyone's next token: plain ones by group of settings, the others alone."""
         groups: dict[int, list[int]] = {}
@@ -649,44 +638,4 @@ def _all_greedy(users: Sequence[Continuation]) -> bool:
         and user.spec.eos == spec.eos
         and user.spec.forbidden == spec.forbidden
         for user in users
-    )
-
-
-def make_slots(
-    model: Model | None,
-    stepper: Callable[[], Stepper],
-    spec: ModelSpec,
-    *,
-    slots: int,
-    context: int | None = None,
-    invariant: bool | None = None,
-    kv_cache: KVCache = "float",
-) -> Slots:
-    """Return the fast step over slots for a decoder of ours, or one sequence at a time.
-
-    `model` is None for another library's module; `stepper` makes what that one decodes with.
-    """
-    if model is None:
-        check_own_cache(kv_cache)
-    elif kv_cache != "float" and next(model.parameters()).is_cuda:
-        raise InputError(
-            f"{{--kv-cache|kv_cache}} {kv_cache} is served on a CPU: on a GPU slots hold keys and "
-            "values as computed",
-            hint="leave it out, or serve on the CPU",
-        )
-    if model is not None and spec.encoder is None and not why_not(model, kv_cache=kv_cache):
-        return NativeSlots(model, slots=slots, context=context, kv_cache=kv_cache)
-    if model is not None and spec.encoder is None and kv_cache == "float":
-        on_gpu = next(model.parameters()).is_cuda
-        try:
-            if on_gpu and not invariant:
-                return RecordedSlots(model, slots=slots, context=context)
-            return SlotStepper(model, slots=slots, context=context, invariant=invariant)
-        except InputError:
-            if context is not None and not 1 < context <= spec.max_seq_len:
-                raise
-    # Slots are decoded in turn, so their decodings must be independent of each other.
-    one = stepper() if model is None else rewinding_stepper(model, kv_cache=kv_cache)
-    return OneByOneSlots(
-        one, spec, slots=slots, context=context or spec.max_seq_len, kv_cache=kv_cache
     )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from glassformer.generation.constraint import Bounded, Constraint
 from glassformer.generation.loop import PATIENCE, check_something_left, check_tokens
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import BeamRun, BeamStep, Stepper
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import BeamRun, BeamStep, Stepper
 from glassformer.nn.norm import as_float
 from glassformer.spec.decoding import BeamSpec
 from glassformer.spec.errors import DivergedError

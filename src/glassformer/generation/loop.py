@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING, Likeliest
 from glassformer.generation.constraint import Bounded, Constraint
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import Stepper
+from glassformer.generation.samplers import make_chooser
 from glassformer.generation.text_stream import TextStream
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 
@@ -177,7 +178,7 @@ def _columns(
     going = list(range(len(rows)))  # the row that each line of the batch belongs to
     longest = max(row.limit for row in rows)
     logits_BV, past = stepper.start(prompts, room=longest)
-    chooser = stepper.chooser(spec, prompts, logprobs=logprobs, count=count)
+    chooser = make_chooser(stepper, spec, prompts, logprobs=logprobs, count=count)
     plain = _only_greedy(spec, rows) and not count
     ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
     for step in range(longest):

@@ -25,10 +25,12 @@ from glassformer.generation.choosing import (
     Chooser,
     Chosen,
     Likeliest,
+    LikeliestChooser,
     is_plain,
     uniforms,
 )
-from glassformer.generation.prompts import Prompts
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import GREEDY, DecodeSpec
 
 # B batch, V vocab, K some of them
@@ -458,3 +460,19 @@ def likeliest_of(logits_BV: Array, count: int) -> list[Likeliest]:
         ids = ids[np.argsort(-value_V[ids], kind="stable")][:count]
         best.append(tuple(zip(ids.tolist(), value_V[ids].tolist(), strict=True)))
     return best
+
+
+def make_chooser(
+    stepper: Stepper, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int
+) -> Chooser:
+    """Return what chooses tokens in one decoding; `count` likeliest are reported, too."""
+    if stepper.finds_likeliest_in_c and not count and LikeliestChooser.covers(spec):
+        return LikeliestChooser(spec, logprobs=logprobs, array=stepper.array)
+    return SamplingChooser(
+        spec,
+        prompts,
+        vocab_size=stepper.vocab_size,
+        logprobs=logprobs,
+        count=count,
+        array=stepper.array,
+    )

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.samplers import forbid, greedy, likeliest, logprobs_of
-from glassformer.generation.stepping import RewindingStepper, Speculation, Stepper
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import RewindingStepper, Speculation, Stepper
 from glassformer.spec.errors import InputError
 
 # B rows (1 while guesses are read), R tokens read at once, V vocab

@@ -1,9 +1,8 @@
 """Steppers over torch models, and over the by-hand engine.
 
 `TorchStepper` has a cache; `NaiveStepper` has none, reads everything again at each step and is
-what the others are checked against; `HandStepper` runs the by-hand engine; `PrefixCacheStepper`
-keeps its cache between prompts and reads only what differs from the last one, as in a chat. The
-past is passed in and out, never stored on the model.
+what the others are checked against; `HandStepper` runs the by-hand engine. The past is passed in
+and out, never stored on the model.
 """
 
 from collections.abc import Sequence
@@ -16,42 +15,16 @@ from torch import Tensor
 
 from glassformer.byhand import cached_forward as byhand
 from glassformer.byhand.model import Model as HandModel
-from glassformer.generation.prompts import Prompts, padded
-from glassformer.generation.stepping import RewindingStepper, Stepper
+from glassformer.models.decodable import decodable, read_prompts
 from glassformer.models.inputs import Inputs
-from glassformer.models.model import EncoderDecoder, Holder, Model, model_of
+from glassformer.models.model import EncoderDecoder, Holder, Model
+from glassformer.models.prompts import Prompts, padded
+from glassformer.models.stepping import RewindingStepper, Stepper
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 
 # B batch, T length, S source length, D d_model, V vocab
-
-
-def decodable(model: Model | Holder) -> Model:
-    """Return the model itself, in eval mode: dropout would make every step another model."""
-    model = model_of(model)
-    if model.training:
-        raise InputError("the model is in training mode", hint="call model.eval() first")
-    return model
-
-
-def read_prompts(model: Model, prompts: Prompts) -> Inputs:
-    """Return checked tensors on the model's device, padded on the left."""
-    tokens_BT, valid_BT = padded(prompts.tokens)
-    source_BS = source_valid_BS = None
-    if prompts.sources is not None:
-        source_BS, source_valid_BS = map(_tensor, padded(prompts.sources))
-    given = Inputs(
-        torch.from_numpy(tokens_BT),
-        _tensor(valid_BT),
-        source_BS=source_BS,
-        source_valid_BS=source_valid_BS,
-    )
-    return model.inputs(given)
-
-
-def _tensor(array: np.ndarray | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array)
 
 
 def _row(held: Tensor | None, rows_B: Tensor) -> Tensor | None:
@@ -112,6 +85,11 @@ class TorchStepper(RewindingStepper):
         """Add several tokens to the only row: next-token logits (T, V) after each."""
         tokens_1T = torch.tensor([list(tokens)], device=past.device)
         return self.model.project(self._hidden(tokens_1T, None, past)[0], "next")
+
+    @torch.no_grad()
+    def extend(self, tokens: Sequence[int], *, past: TorchPast) -> Tensor:
+        """Add several tokens to the only row: next-token logits (1, V) after the last."""
+        return self._read(torch.tensor([list(tokens)], device=past.device), None, past)
 
     def forget(self, count: int, *, past: TorchPast) -> None:
         """Take back the last tokens that were added."""
@@ -228,66 +206,3 @@ class HandStepper(Stepper):
         self.positions += 1
         logits_BV = byhand.step(self.model, tokens_B.cpu().numpy(), state=past.state)
         return torch.from_numpy(np.array(logits_BV))
-
-
-# B batch (always 1), T length, V vocab
-
-
-@dataclass(slots=True)
-class PrefixPast:
-    """The cache and the ids in it; `call` numbers the decoding that it belongs to."""
-
-    cache: GrowingCache
-    ids: list[int]
-    call: int
-
-    def reorder(self, rows_B: Tensor) -> None:
-        if rows_B.tolist() != [0]:
-            raise InputError("a prefix cache holds one row", hint="use TorchStepper for several")
-
-
-class PrefixCacheStepper(Stepper):
-    """A stepper for one decoder and one row at a time; `reused` counts positions not read again."""
-
-    def __init__(self, model: Model, *, kv_cache: KVCache = "float") -> None:
-        if model.spec.encoder is not None:
-            raise InputError("a conversation needs a decoder", hint="use TorchStepper")
-        self.model = decodable(model)
-        super().__init__(model.spec)
-        self.reused = 0
-        self._past = PrefixPast(GrowingCache(kv_cache=kv_cache), [], 0)
-
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, PrefixPast]:
-        """Read the part of the prompt that the cache does not hold; the cache grows as needed."""
-        if len(prompts) != 1:
-            raise InputError(f"{len(prompts)} prompts at once", hint="one, or use TorchStepper")
-        ids = list(prompts.tokens[0])
-        held = self._past
-        # The last token is always read: its logits are the result.
-        shared = 0
-        while shared < min(len(held.ids), len(ids) - 1) and held.ids[shared] == ids[shared]:
-            shared += 1
-        held.cache.cut(shared)
-        self._past = PrefixPast(held.cache, ids[:shared], held.call + 1)
-        self.reused += shared
-        return self._read(ids[shared:], self._past), self._past
-
-    def step(self, tokens_B: Tensor, *, past: PrefixPast) -> Tensor:
-        if past.call != self._past.call:
-            raise InputError(
-                "this past was cut by a later prompt", hint="finish one before another"
-            )
-        return self._read(tokens_B.tolist(), past)
-
-    @torch.no_grad()
-    def _read(self, ids: list[int], past: PrefixPast) -> Tensor:
-        tokens_BT = torch.tensor([ids], device=next(self.model.parameters()).device)
-        try:
-            hidden_BTD = self.model.hidden(Inputs(tokens_BT), cache=past.cache)
-        except BaseException:  # some layers may hold the new positions and others not
-            past.cache.cut(0)
-            past.ids.clear()
-            raise
-        past.ids += ids
-        self.positions += len(ids)
-        return self.model.project(hidden_BTD[:, -1], "next")

@@ -12,9 +12,9 @@ from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.loop import Column, decode
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import Speculation, Stepper
 from glassformer.generation.text_stream import StopFilter, TextStream
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Speculation, Stepper
 from glassformer.spec.decoding import DecodeSpec
 
 

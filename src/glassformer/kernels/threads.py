@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -160,32 +159,9 @@ def taking(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_own = threading.local()
-
-
 def product_threads() -> int:
-    """Return the number of threads of a C product that this thread calls."""
-    return getattr(_own, "count", None) or current()
-
-
-@contextlib.contextmanager
-def torch_on_one_thread() -> Iterator[None]:
-    """Run torch's own operations on one thread, and our C products on as many as torch had.
-
-    Torch splits an elementwise operation wherever the number of threads says, and the numbers at
-    the end of each part take another route through its code than the others: their last bit then
-    depends on how many rows there are.
-    """
-    import torch
-
-    before = product_threads()
-    _own.count = before
-    try:
-        with taking(1):
-            yield
-    finally:
-        _own.count = None
-        torch.set_num_threads(before)
+    """Return the number of threads of a C product."""
+    return current()
 
 
 @contextlib.contextmanager

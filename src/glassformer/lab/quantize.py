@@ -27,7 +27,6 @@ from glassformer.data.batch import Batch
 from glassformer.data.task import Task
 from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.precision import Comparison, compare
@@ -36,6 +35,7 @@ from glassformer.lab.recipes import built_task
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.record import check_data, data_file, load_run_spec, recorded_hash
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts
 from glassformer.nn.embedding import TokenEmbedding
 from glassformer.quant.contents import is_model_quantized, quantization_report
 from glassformer.quant.convert import (

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.adapters.generate import evaluating
 from glassformer.adapters.native import CustomTransformerAdapter
 from glassformer.generation.beam import Hypothesis
 from glassformer.generation.beam import beam_search as search
-from glassformer.generation.generate import evaluating
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.named import masks
 from glassformer.named.masks import token_ids, vectors
 from glassformer.nn import attention, block, embedding, ffn

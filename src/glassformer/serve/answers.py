@@ -30,6 +30,8 @@ from glassformer.serve.structured import ToolCall, ToolReader
 
 #: Why a text ended, in OpenAI's words.
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
+#: Seconds in which a client must make room for the next event; after it, the slot is others'.
+UNREAD_SECONDS = 5.0
 #: The log-probability that stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
 HEADERS = {
@@ -66,6 +68,16 @@ def too_late(seconds: float) -> BadRequest:
         status=503,
         kind="server_error",
         code="timeout",
+    )
+
+
+def unread(seconds: float) -> BadRequest:
+    """Return the error of an answer whose client does not read it."""
+    return BadRequest(
+        f"The client read nothing for {seconds:g} seconds, and the answer was ended",
+        status=503,
+        kind="server_error",
+        code="unread",
     )
 
 
@@ -121,13 +133,13 @@ class Answer:
                     self.engine.count(self.served.name, FINISH[finish])
                 yield place, tokens, text
 
-    def end(self) -> None:
-        """Cancel what has not ended: the client has gone, or an error ends the answer."""
+    def end(self, outcome: str = "") -> None:
+        """Cancel what has not ended: the client has gone or reads nothing, or an error ends it."""
         if self._clock is not None:
             self._clock.cancel()
         if self.left:
-            if all(row.finish is None for row in self.rows):
-                self.engine.count(self.served.name, "cancelled")
+            if outcome or all(row.finish is None for row in self.rows):
+                self.engine.count(self.served.name, outcome or "cancelled")
             self.engine.cancel(self.served.name, self.rows)
             self.left.clear()
 
@@ -161,7 +173,11 @@ async def gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """Server-sent events: chunks as tokens arrive, then usage if requested, then `[DONE]`."""
+    """Server-sent events: chunks as tokens arrive, then usage if requested, then `[DONE]`.
+
+    An answer is not generated for a client that does not read: where the next event finds no room
+    for UNREAD_SECONDS, the answer ends with an error, which is what the client reads last.
+    """
 
     def __init__(self, answer: Answer, *, include_usage: bool) -> None:
         self.answer = answer
@@ -193,13 +209,20 @@ class Events(Response):
             body = "".join(f"data: {text}\n\n" for text in texts).encode("utf-8", "replace")
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
+        async def write_soon(*values: Mapping[str, Any] | str) -> None:
+            with anyio.move_on_after(UNREAD_SECONDS) as clock:
+                await write(*values)
+            if clock.cancelled_caught:
+                self.answer.end("unread")
+                raise unread(UNREAD_SECONDS)
+
         style = self.answer.style
         with anyio.move_on_after(self.answer.seconds + 1.0) as clock:  # slow readers are cut off
             try:
-                await write(*style.opening())
+                await write_soon(*style.opening())
                 async for place, tokens, text in self.answer.pieces():
-                    await write(*style.chunks(place, tokens, text))
-                await write(*([style.usage_chunk()] if self.include_usage else []), "[DONE]")
+                    await write_soon(*style.chunks(place, tokens, text))
+                await write_soon(*([style.usage_chunk()] if self.include_usage else []), "[DONE]")
             except BadRequest as error:
                 await write(error.body())
             except Exception as error:

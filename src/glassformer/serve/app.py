@@ -9,6 +9,8 @@ import base64
 import hashlib
 import hmac
 import json
+import os
+import platform
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +31,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from glassformer.adapters.embed import Embeddings, vector_limit, vector_width
 from glassformer.generation.batching import Continuation
 from glassformer.generation.constraint import Constraint
-from glassformer.kernels.matmul import machine
+from glassformer.kernels import c_library
+from glassformer.kernels.build import digest
 from glassformer.serve.answers import (
     HEADERS,
     Answer,
@@ -223,6 +227,17 @@ async def _no_route(request: Request, error: Exception) -> Response:
 # --- the endpoints --------------------------------------------------------------------------------
 
 
+def _machine() -> dict[str, object]:
+    """Return what an answer depends on besides the model and the request."""
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "variant": c_library.variant() if c_library.available() else None,
+        "kernels": digest() if c_library.available() else None,
+        "torch": torch.__version__,
+    }
+
+
 class _Api:
     """The handlers."""
 
@@ -237,7 +252,7 @@ class _Api:
         self.builders = Builders()
         self.checking = anyio.CapacityLimiter(limits.workers)
         # Equal fingerprints, models and seeds give equal answers: kernels, processor, torch.
-        seen = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode())
+        seen = hashlib.sha256(json.dumps(_machine(), sort_keys=True).encode())
         self.fingerprint = f"fp_{seen.hexdigest()[:12]}"
 
     def endpoint(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:

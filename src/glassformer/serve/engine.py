@@ -23,6 +23,7 @@ import torch
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.chat.template import ChatTemplate, read_chat, read_templates
 from glassformer.adapters.embed import Embeddings, embed, no_vectors, vector_limit
+from glassformer.adapters.executors import make_slots
 from glassformer.adapters.folder.files import generation_defaults
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.batching import (
@@ -30,12 +31,11 @@ from glassformer.generation.batching import (
     STEP_TOKENS,
     Batcher,
     Continuation,
-    make_slots,
 )
-from glassformer.generation.fast.slots import RecordedSlots
-from glassformer.generation.prompts import text_prompt
 from glassformer.generation.streaming import NewToken
 from glassformer.models.model import Model
+from glassformer.models.prompts import text_prompt
+from glassformer.models.stepping import AheadSlots
 from glassformer.spec.decoding import LONGEST_ANSWER, KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec, Readout
@@ -114,7 +114,7 @@ class Served:
                 kv_cache=kv_cache,
             )
             if step_tokens is None:
-                step_tokens = GPU_STEP_TOKENS if isinstance(made, RecordedSlots) else STEP_TOKENS
+                step_tokens = GPU_STEP_TOKENS if isinstance(made, AheadSlots) else STEP_TOKENS
             self._batcher = Batcher(made, tokenizer=self.tokenizer, step_tokens=step_tokens)
 
     def _read_folder(self, folder: Path) -> None:

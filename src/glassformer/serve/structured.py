@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import secrets
 import subprocess
 import threading
@@ -23,8 +24,10 @@ from glassformer.spec.errors import InputError, MachineError
 
 #: Bytes of the tables that are kept for later requests, for each model.
 KEPT_BYTES = 1 << 25
-#: Processes that build constraints, and the seconds that a request waits for one, in all.
-PROCESSES, PATIENCE = 2, 30.0
+#: Processes that build constraints: the server itself needs a core, and its clients one.
+PROCESSES = max(1, min(2, (os.cpu_count() or 1) - 1))
+#: Seconds that a request waits for one, in all.
+PATIENCE = 30.0
 
 
 class Builders:

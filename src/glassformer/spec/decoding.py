@@ -300,8 +300,6 @@ class StepSpec:
     """
 
     cached: bool = option(True, help="Recompute everything at each token.", flag="--no-cache")
-    fast: bool = option(False, help="The fast step, worth it for long texts.", flag="--lean")
-    compile: bool = option(False, help="The fast step through torch.compile.")
     speculate: bool = option(
         False, help="Guess tokens from the text so far and read several at once."
     )
@@ -319,26 +317,17 @@ class StepSpec:
 
     def __post_init__(self) -> None:
         check_options(self, has_flags=True)
-        if self.kv_cache != "float" and (not self.cached or self.fast or self.compile):
-            raise InputError(
-                f"{{--kv-cache|kv_cache}} {self.kv_cache} is for the default step",
-                hint="leave out {--no-cache, --lean and --compile|cached, fast and compile}",
-            )
-        if self.prompt_cache is not None and (not self.cached or self.fast or self.compile):
-            raise InputError(
-                "{--prompt-cache|prompt_cache} is for the default step",
-                hint="leave out {--no-cache, --lean and --compile|cached, fast and compile}",
-            )
-        if not self.cached and (self.fast or self.compile or self.speculate):
-            raise InputError(
-                "{--no-cache|cached=False} is the plain loop",
-                hint="leave out {--lean, --compile and --speculate|fast, compile and speculate}",
-            )
-        if self.speculate and (self.fast or self.compile):
-            raise InputError(
-                "{--speculate|speculate} is for the default step: the fast one reads single tokens",
-                hint="leave out {--lean and --compile|fast and compile}",
-            )
+        if self.cached:
+            return
+        for given, name in (
+            (self.kv_cache != "float", f"{{--kv-cache|kv_cache}} {self.kv_cache}"),
+            (self.prompt_cache is not None, "{--prompt-cache|prompt_cache}"),
+            (self.speculate, "{--speculate|speculate}"),
+        ):
+            if given:
+                raise InputError(
+                    f"{name} is for the default step", hint="leave out {--no-cache|cached}"
+                )
 
 
 # --- options by name ------------------------------------------------------------------------------

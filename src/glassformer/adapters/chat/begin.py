@@ -12,7 +12,7 @@ from glassformer.adapters.folder.files import generation_defaults
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.request import read_request
-from glassformer.generation.stepping import Stepper
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import LONGEST_ANSWER, DecodeSpec, StepSpec, chat_options
 from glassformer.spec.errors import InputError, nearest
 

@@ -25,8 +25,8 @@ from glassformer.adapters.chat import worker as template_worker
 from glassformer.adapters.folder.files import find_sidecar, need_folder, read_sidecar, read_text
 from glassformer.adapters.tokenizers.folder_tokenizer import special_names
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Collected, NewToken, stream
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError, MachineError, nearest
 from glassformer.spec.units import visible

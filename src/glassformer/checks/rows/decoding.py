@@ -1,4 +1,4 @@
-"""Decoding: cached, uncached and fast steps, batches, beams and sampling give the same tokens.
+"""Decoding: all steps, cached and uncached, batches, beams and sampling give the same tokens.
 
 Beam search is compared with brute force, which scores every complete sequence of a tiny model and
 shares no code with the search: every prefix is recomputed from its first token, nothing is pruned,
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glassformer.adapters.executors import make_slots
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.measure import (
     EXACT,
@@ -30,24 +31,21 @@ from glassformer.checks.measure import (
     scale_of,
 )
 from glassformer.checks.rows.invariants import tokens_of
-from glassformer.checks.rows.own_models import check_compiler
 from glassformer.checks.subject import Subject, with_source
-from glassformer.generation.batching import make_slots
 from glassformer.generation.beam import Hypothesis, beam_search
 from glassformer.generation.choosing import uniform
 from glassformer.generation.fast import from_model
-from glassformer.generation.fast.block import why_not
 from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.fast.program import PAGE
-from glassformer.generation.fast.slots import Span
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.kernels import c_library
 from glassformer.models.model import Model, build
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Span, Stepper
 from glassformer.models.weights import weights_of
 from glassformer.spec.decoding import WIDEST_BEAM, BeamSpec, DecodeSpec, LengthPenalty
 from glassformer.spec.errors import InputError
@@ -250,11 +248,6 @@ def _case(subject: Subject, lengths: tuple[int, int, int] = (5, 2, 4)) -> tuple[
     return model, Prompts.of(rows, sources=sources)
 
 
-def _lean(model: Model, *, compiled: bool = False) -> FastStepper:
-    """Return the fast step with the modules' own products, so that a check times no routines."""
-    return FastStepper(model, routines="linear", compile=compiled)
-
-
 def _steppers(model: Model) -> dict[str, Stepper]:
     """Return every stepper for this model."""
     found: dict[str, Stepper] = {
@@ -264,7 +257,7 @@ def _steppers(model: Model) -> dict[str, Stepper]:
     if not from_model.why_not(model):
         found["native"] = NativeStepper(model)
     if not why_not(model.spec):
-        found["lean"] = _lean(model)
+        found["derived"] = RecordedStepper(model)
     if next(model.parameters()).dtype in (torch.float32, torch.float64):
         hand = HandModel(model.spec, params=weights_of(model), dtype=weights_dtype(model))
         found["by hand"] = HandStepper(hand)
@@ -284,7 +277,7 @@ def _first(stepper: Stepper, prompts: Prompts, spec: BeamSpec) -> list[list[int]
 
 
 def every_way_is_greedy(subject: Subject) -> Measure:
-    """Cached, uncached, fast, by hand, temperature 0, top 1 and one beam give the same tokens."""
+    """Every step, cached or not, temperature 0, top 1 and one beam give the same tokens."""
     model, prompts = _case(subject)
     greedy, plain = DecodeSpec(max_new_tokens=NEW), TorchStepper(model)
     expected = _tokens(NaiveStepper(model), prompts, greedy)
@@ -369,7 +362,7 @@ def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
     wrong = []
     steppers: dict[str, Stepper] = {"cached": TorchStepper(model)}
     if not why_not(model.spec):
-        steppers["lean"] = _lean(model)
+        steppers["derived"] = RecordedStepper(model)
     for name, stepper in steppers.items():
         for temperature in (0.0, 1.0):
             spec = DecodeSpec(max_new_tokens=NEW, temperature=temperature, seed=7)
@@ -483,7 +476,7 @@ def many_searches_are_exact(dtype: torch.dtype) -> Measure:
 
 
 def _exact(models: int) -> Measure:
-    wrong = list(disagreements(models, steppers=(TorchStepper, _lean)))
+    wrong = list(disagreements(models, steppers=(TorchStepper, RecordedStepper)))
     note = wrong[0] if wrong else ""
     return Measure(float(len(wrong)), EXACT, f"{models:,} random models, vocabulary ≤ 5", note)
 
@@ -702,16 +695,6 @@ def kept_prompts_change_nothing(subject: Subject) -> Measure:
     missing = int(reused == 0)
     size = f"{subject.size}, {reused} tokens not read again"
     return Measure(float(differ + missing), EXACT, size)
-
-
-def compiled_steps_are_eager(subject: Subject) -> Measure:
-    """The compiled fast step gives the logits and tokens of the eager fast step."""
-    model, prompts = _case(subject)
-    if reason := why_not(model.spec):
-        raise NotOffered(f"the fast step does not compute {reason}")
-    check_compiler()
-    sides: dict[str, Stepper] = {"compiled": _lean(model, compiled=True)}
-    return _followed(subject, sides, _lean(model), prompts, f"{subject.size}, {NEW} steps")
 
 
 def one_token_a_step(subject: Subject) -> Measure:

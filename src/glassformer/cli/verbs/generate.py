@@ -50,9 +50,9 @@ from glassformer.spec.units import visible
 if TYPE_CHECKING:
     from glassformer.adapters.chat.template import Conversation
     from glassformer.data.tokenizers.vocab import Tokenizer
-    from glassformer.generation.prompts import Prompts
     from glassformer.generation.request import Request
-    from glassformer.generation.stepping import Stepper
+    from glassformer.models.prompts import Prompts
+    from glassformer.models.stepping import Stepper
     from glassformer.spec.model import ModelSpec
 
 
@@ -194,9 +194,9 @@ def _run(
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
     with opening():
         from glassformer.adapters.folder.paths import load_tokenizer
-        from glassformer.generation.prompts import Prompts, text_prompt
         from glassformer.kernels import large_pages
         from glassformer.kernels.threads import check_threads, threads_of_decoding
+        from glassformer.models.prompts import Prompts, text_prompt
 
         one_of("--backend", backend, LIBRARIES)
         given = sys.stdin.read() if text == "-" else text
@@ -268,8 +268,8 @@ def _open(
         found = open_stepper(path, unpacks=large_pages, kv_cache=request.step.kv_cache)
         if found is not None:
             return found
+    from glassformer.adapters.generate import make_stepper
     from glassformer.adapters.load import load
-    from glassformer.generation.generate import make_stepper
 
     model = load_by(path, backend, device=device, large_pages=large_pages)
     guessing = None if draft is None else load(draft, large_pages=large_pages).to(device)
@@ -285,8 +285,8 @@ def _search(
     ids: bool,
     as_json: bool,
 ) -> None:
+    from glassformer.adapters.generate import with_texts
     from glassformer.generation.beam import beam_search
-    from glassformer.generation.generate import with_texts
 
     spec = request.decoding
     assert isinstance(spec, BeamSpec)

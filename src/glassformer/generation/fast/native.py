@@ -14,12 +14,11 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.generation.choosing import Chooser, LikeliestChooser
 from glassformer.generation.fast.program import (
     BUFFERS,
     LOGITS,
@@ -29,17 +28,13 @@ from glassformer.generation.fast.program import (
     programs,
     unknown_part,
 )
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.samplers import SamplingChooser
-from glassformer.generation.stepping import BeamRun, BeamStep, RewindingStepper
 from glassformer.kernels import c_library, threads
 from glassformer.kernels.large_pages import empty
-from glassformer.spec.decoding import DecodeSpec, KVCache
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import BeamRun, BeamStep, RewindingStepper
+from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
-
-if TYPE_CHECKING:  # which imports torch
-    from glassformer.generation.fast.prompt_cache import PromptCache
 
 # B rows, V vocab
 
@@ -287,7 +282,7 @@ class NativePast:
 class ArrayStepper(RewindingStepper):
     """A `Stepper` for one model, to be kept and used again; several pasts may be live at once.
 
-    Logits and tokens are NumPy arrays here (`_out` makes them what a subclass gives).
+    Logits and tokens are NumPy arrays here (`array` makes them what a subclass gives).
     With `kv_cache="int8"` the keys and values of pasts are in 8 bits, as `nn.cache` defines.
     """
 
@@ -298,8 +293,6 @@ class ArrayStepper(RewindingStepper):
         self.kv_cache: KVCache = kv_cache
         self._prepare()
         self._write(model, source)
-
-    _kept: "PromptCache | None" = None  # a subclass may keep prompts on disk
 
     def _prepare(self) -> None:
         self._step = _Step()
@@ -320,42 +313,15 @@ class ArrayStepper(RewindingStepper):
         self.pages, self._sources = Pages(decoder.page), Pages(page)
         self._scratch = Pages(0 if encoder is None else encoder.page)
 
-    def _out(self, numbers: NDArray[Any]) -> Any:
-        """Return an array as this stepper gives it."""
-        return numbers
+    finds_likeliest_in_c = True
 
-    def chooser(self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int) -> Chooser:
-        """Return the greedy choice in C where that is all; else every rule."""
-        if not count and LikeliestChooser.covers(spec):
-            return LikeliestChooser(spec, logprobs=logprobs, array=self._out)
-        return SamplingChooser(
-            spec,
-            prompts,
-            vocab_size=self.vocab_size,
-            logprobs=logprobs,
-            count=count,
-            array=self._out,
-        )
+    def array(self, numbers: NDArray[Any]) -> Any:
+        return numbers
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Any, NativePast]:
         """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
         past = self._begun(prompts)
         return self.read(prompts.tokens, past=past), past
-
-    def _begin(
-        self,
-        prompts: Prompts,
-        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
-        past: NativePast,
-    ) -> Any:
-        """Read prompts into empty rows; `found` is what a subclass has kept of them."""
-        return self.read(prompts.tokens, past=past)
-
-    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
-        """Keep prompts for later; arrays have no folder for them."""
-
-    def _notice_new_weights(self) -> None:
-        """Follow weights that have changed; arrays do not."""
 
     def _begun(self, prompts: Prompts) -> NativePast:
         """Return a past of empty rows, with their sources read."""
@@ -394,7 +360,7 @@ class ArrayStepper(RewindingStepper):
             self._run(len(rows))
             self.positions += 1
             own.length[rows] += 1
-            return self._out(self._buffers[LOGITS][: len(rows)])
+            return self.array(self._buffers[LOGITS][: len(rows)])
         for place, start, count in zip(rows, starts, counts, strict=True):
             own.length[place] = start
             own.reserve_row(place, count)
@@ -438,6 +404,10 @@ class ArrayStepper(RewindingStepper):
         """Add several tokens to the only row: next-token logits (T, V) after each."""
         return self.read_all([tokens], past=past)
 
+    def extend(self, tokens: Sequence[int], *, past: NativePast) -> Any:
+        """Add several tokens to the only row: next-token logits (1, V) after the last."""
+        return self.read([tokens], past=past)
+
     def forget(self, count: int, *, past: NativePast) -> None:
         """Take back the last tokens that were added."""
         past.cut([length - count for length in past.lengths])
@@ -459,7 +429,7 @@ class ArrayStepper(RewindingStepper):
             here = chosen[first:last] - begin
             self._call(token[begin:end], row[begin:end], position[begin:end], here)
             logits[first:last] = self._buffers[LOGITS][: len(here)]
-        return self._out(logits)
+        return self.array(logits)
 
     def step(self, tokens_B: Any, *, past: NativePast) -> Any:
         B = len(past)
@@ -468,7 +438,7 @@ class ArrayStepper(RewindingStepper):
         self._run(B)
         self.positions += 1
         past.own.length += 1
-        return self._out(self._buffers[LOGITS][:B])
+        return self.array(self._buffers[LOGITS][:B])
 
     def _ready(self, count: int, past: NativePast, *, more: int) -> None:
         """Point at a past whose rows get one new token each, with room for `more`."""
@@ -600,7 +570,7 @@ class ArrayStepper(RewindingStepper):
         self._beam_seconds = (time.perf_counter() - begin) / (steps + 1)
         self.positions += steps + 1
         made = (parents[:steps].tolist(), tokens[:steps].tolist(), totals[:steps].tolist())
-        return self._out(self._buffers[LOGITS][:B]), list(zip(*made, strict=True))
+        return self.array(self._buffers[LOGITS][:B]), list(zip(*made, strict=True))
 
     @property
     def memory_bytes(self) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,10 +16,10 @@ from glassformer.generation.fast.from_model import ModelSource, why_not
 from glassformer.generation.fast.native import ArrayStepper, NativePast
 from glassformer.generation.fast.program import PAGE
 from glassformer.generation.fast.prompt_cache import LEAST, PromptCache
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import decodable
-from glassformer.generation.stepping import RewindingStepper
+from glassformer.models.decodable import decodable
 from glassformer.models.model import Holder, Model
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import RewindingStepper
 from glassformer.nn.linear import PackedWeight
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
@@ -50,9 +49,10 @@ class NativeStepper(ArrayStepper):
             raise InputError("a prompt cache is for decoders: answers to a source begin alike")
         self.prompt_cache, self.kv_cache = prompt_cache, kv_cache
         self._version: tuple[int, ...] = ()
+        self._kept: PromptCache | None = None
         self._prepare()
 
-    def _out(self, numbers: NDArray[Any]) -> Tensor:
+    def array(self, numbers: NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers)
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, NativePast]:
@@ -61,40 +61,42 @@ class NativeStepper(ArrayStepper):
         if self._kept is None:
             return super().start(prompts, room=room)
         found = [self._kept.find(row) for row in prompts.tokens]
+        lengths = [0 if one is None else one[0] for one in found]
         past = self._begun(prompts)
-        return self._begin(prompts, found, past), past
+        past.own.reserve(max(lengths))
+        for row, one in enumerate(found):
+            if one is not None:
+                past.own.fill(row, one[1], length=one[0])
+        self.reused += sum(lengths)
+        rest = [tokens[length:] for tokens, length in zip(prompts.tokens, lengths, strict=True)]
+        logits_BV: Tensor = self.read(rest, past=past)
+        for row, tokens in enumerate(prompts.tokens):
+            self._keep(tokens, past, row=row, length=lengths[row])
+        return logits_BV, past
 
     def empty_past(self, rows: int, *, room: int) -> NativePast:
         """Return rows without a token, with all the memory that `room` positions of each take."""
         self._notice_new_weights()
         return super().empty_past(rows, room=room)
 
-    def _begin(
-        self,
-        prompts: Prompts,
-        found: "Sequence[tuple[int, NDArray[np.float32]] | None]",
-        past: NativePast,
-    ) -> Tensor:
-        """Fill empty rows with what was kept of their prompts, read the rest, and keep that too."""
-        lengths = [0 if one is None else one[0] for one in found]
-        past.own.reserve(max(lengths))
-        for row, one in enumerate(found):
-            if one is not None:
-                past.own.fill(row, one[1], length=one[0])
-        self.reused += sum(lengths)
-        rest = [row[length:] for row, length in zip(prompts.tokens, lengths, strict=True)]
-        logits_BV: Tensor = self.read(rest, past=past)
-        self._keep(prompts, lengths, past)
-        return logits_BV
+    def is_current(self, past: NativePast) -> bool:
+        """Return True if the weights are those that a past was read with."""
+        self._notice_new_weights()
+        return past.own.pages is self.pages
 
-    def _keep(self, prompts: Prompts, lengths: Sequence[int], past: NativePast) -> None:
-        """Keep prompts of which enough is new; `lengths` are the parts that are kept already."""
-        if self._kept is None:
-            return
-        for row, (tokens, length) in enumerate(zip(prompts.tokens, lengths, strict=True)):
-            full = len(tokens) // PAGE
-            if full >= length // PAGE + LEAST:
-                self._kept.keep(tokens[: full * PAGE], past.own.full_pages(row)[:full])
+    def kept(self, prompt: Sequence[int]) -> int:
+        """Return the number of a prompt's first tokens that are in the folder."""
+        self._notice_new_weights()
+        return 0 if self._kept is None else self._kept.longest(prompt)[0]
+
+    def keep(self, prompt: Sequence[int], *, past: NativePast) -> None:
+        self._keep(prompt, past, row=0, length=self.kept(prompt))
+
+    def _keep(self, prompt: Sequence[int], past: NativePast, *, row: int, length: int) -> None:
+        """Keep the full pages of a prompt if enough is new; `length` of it are kept already."""
+        full = len(prompt) // PAGE
+        if self._kept is not None and full >= length // PAGE + LEAST:
+            self._kept.keep(prompt[: full * PAGE], past.own.full_pages(row)[:full])
 
     def _notice_new_weights(self) -> None:
         """Write the program again if the model was trained, loaded or moved since."""

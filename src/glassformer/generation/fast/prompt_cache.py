@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from glassformer.generation.fast.program import PAGE
-from glassformer.generation.prompts import shared_length
 from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
 from glassformer.models.model import Model
+from glassformer.models.prompts import shared_length
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.disk import make_folder, replace_file
 from glassformer.spec.errors import FileError, InputError, MachineError
@@ -72,17 +72,22 @@ class PromptCache:
 
         The last token of the prompt is never among them: reading it gives the next one's logits.
         """
-        best, path = 0, None
-        for entry in self._entries():
-            shared = shared_length(self._tokens(entry), prompt[:-1])
-            if shared > best:
-                best, path = shared, entry
+        best, path = self.longest(prompt)
         if path is None:
             return None
         pages = self._pages(path)
         with contextlib.suppress(OSError):
             os.utime(path)  # the last used are kept longest
         return best, pages[: -(-best // PAGE)]
+
+    def longest(self, prompt: Sequence[int]) -> tuple[int, Path | None]:
+        """Return the length of that beginning, and the entry that has it."""
+        best, path = 0, None
+        for entry in self._entries():
+            shared = shared_length(self._tokens(entry), prompt[:-1])
+            if shared > best:
+                best, path = shared, entry
+        return best, path
 
     def keep(self, prompt: Sequence[int], pages: Pages) -> None:
         """Write an entry, complete or not at all; shorter ones that it contains are removed."""

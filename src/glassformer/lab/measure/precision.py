@@ -19,10 +19,9 @@ from torch import Tensor
 
 from glassformer.adapters.any_model import quantize
 from glassformer.adapters.base import BaseAdapter
+from glassformer.adapters.executors import fastest_stepper
 from glassformer.costs.estimates import cache_bytes
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.choice import fastest_stepper
-from glassformer.generation.prompts import Prompts
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import taking, threads_of_decoding
 from glassformer.lens.capture import eval_mode
@@ -30,6 +29,7 @@ from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.predictions import Readout, divergence
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts
 from glassformer.models.weights import weights_of
 from glassformer.nn.cache import GrowingCache
 from glassformer.nn.linear import Linear

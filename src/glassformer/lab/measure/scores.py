@@ -21,11 +21,11 @@ from glassformer.adapters.base import BaseAdapter
 from glassformer.data.batch import Batch
 from glassformer.data.task import Task, check_split
 from glassformer.generation.beam import beam_search
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.lab.measure.evaluate import in_order
 from glassformer.lab.smallbench.question import examinee_of, log_probabilities
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.options import options_of

@@ -15,14 +15,14 @@ import numpy as np
 
 from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
-from glassformer.generation.fast.block import why_not
-from glassformer.generation.fast.stepper import FastStepper
 from glassformer.generation.stepper import HandStepper, TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import generate_batch
+from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.lens.measure.probes import Probes
 from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots
 from glassformer.models.model import Model
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError
@@ -203,4 +203,4 @@ def engine_stepper(engine: Engine) -> Stepper:
         return TorchStepper(engine.inner.model) if engine.sharded else engine_stepper(engine.inner)
     assert isinstance(engine, (TorchEngine, Member))
     cached = engine.device.type == "cpu" or why_not(engine.model.spec)
-    return TorchStepper(engine.model) if cached else FastStepper(engine.model)
+    return TorchStepper(engine.model) if cached else RecordedStepper(engine.model)

@@ -14,7 +14,6 @@ from pathlib import Path
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples
@@ -23,6 +22,7 @@ from glassformer.lab.runs.planned import check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
 from glassformer.lens.measure.probes import Probes
 from glassformer.models.model import Model
+from glassformer.models.stepping import Stepper
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import cache_folder

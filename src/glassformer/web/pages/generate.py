@@ -20,8 +20,8 @@ from glassformer.web.pages.generate_relay import SERVER, relayed, server
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
-    from glassformer.generation.prompts import Prompts
-    from glassformer.generation.stepping import Stepper
+    from glassformer.models.prompts import Prompts
+    from glassformer.models.stepping import Stepper
 
 
 def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
@@ -54,17 +54,17 @@ def _check_length(prompts: "Prompts") -> None:
 
 
 def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
-    from glassformer.generation.generate import make_stepper
+    from glassformer.adapters.generate import make_stepper
 
     return make_stepper(adapter, StepSpec(cached=cached))
 
 
 def _caches(stepper: "Stepper") -> bool:
     from glassformer.generation.fast.native_stepper import NativeStepper
-    from glassformer.generation.fast.stepper import FastStepper
     from glassformer.generation.stepper import TorchStepper
+    from glassformer.gpu.recorded_stepper import RecordedStepper
 
-    return isinstance(stepper, (TorchStepper, NativeStepper, FastStepper))
+    return isinstance(stepper, (TorchStepper, NativeStepper, RecordedStepper))
 
 
 def _started(

@@ -362,7 +362,7 @@ class Generate {
       return { cli: command(`glass inspect ${quoted(path)}`, text), python: `${load}print(model.generate(${prompt}))` };
     }
     if (view.mode === "beam") {
-      return { cli, python: [`${load}from glassformer.generation.generate import beam_search`, "",
+      return { cli, python: [`${load}from glassformer.adapters.generate import beam_search`, "",
         `print(beam_search(model, ${prompt}${given}))`].join("\n") };
     }
     return { cli, python: `${load}print(model.generate(${prompt}${given}))` };

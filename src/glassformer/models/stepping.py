@@ -1,6 +1,8 @@
-"""`Stepper`: what decoding requires of an engine. `start` reads prompts, `step` adds one token.
+"""What decoding requires of an engine: `Stepper` for a batch, `Slots` for continuous batching.
 
-Imports no torch: a stepper over plain arrays (`fast.native.ArrayStepper`) decodes without it.
+Of a stepper, `start` reads prompts and `step` adds one token. Slots read spans: some new tokens of
+some sequences, one for a sequence that is being continued, many for a prompt. Imports no torch: a
+stepper over plain arrays decodes without it.
 """
 
 from abc import ABC, abstractmethod
@@ -8,18 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from glassformer.generation.prompts import Prompts
+from numpy.typing import NDArray
+
+from glassformer.models.prompts import Prompts
 from glassformer.spec.checks import check_tree
-from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
-    from glassformer.generation.choosing import Chooser
-
-# B batch, T length, C steps, V vocab
+# B batch, T length, C steps, V vocab, R rows (tokens of a step)
 
 
 class Past(Protocol):
@@ -99,6 +100,8 @@ class Stepper(ABC):
     """
 
     facts: Speculation | None = None
+    #: True if greedy tokens are found by the C routine, as those of its runs are.
+    finds_likeliest_in_c = False
 
     def __init__(self, spec: ModelSpec) -> None:
         check_decodes(spec)
@@ -138,22 +141,11 @@ class Stepper(ABC):
         """
         return None
 
-    def chooser(
-        self, spec: DecodeSpec, prompts: Prompts, *, logprobs: bool, count: int
-    ) -> "Chooser":
-        """Return what chooses tokens in one decoding; `count` likeliest are reported, too."""
+    def array(self, numbers: NDArray[Any]) -> Any:
+        """Return an array as this stepper takes and gives them: as a tensor."""
         import torch
 
-        from glassformer.generation.samplers import SamplingChooser
-
-        return SamplingChooser(
-            spec,
-            prompts,
-            vocab_size=self.vocab_size,
-            logprobs=logprobs,
-            count=count,
-            array=torch.from_numpy,
-        )
+        return torch.from_numpy(numbers)
 
     def run_beams(
         self, tokens_B: "Tensor", *, past: Any, run: BeamRun
@@ -166,7 +158,14 @@ class Stepper(ABC):
 
 
 class RewindingStepper(Stepper):
-    """A stepper that reads several tokens of one row at once, and takes the last ones back."""
+    """A stepper that reads several tokens of one row at once, and takes the last ones back.
+
+    Prompts may be kept on disk: `start` begins where a kept one ends.
+    """
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int], *, past: Any) -> "Tensor":
+        """Add several tokens to the only row: next-token logits (1, V) after the last."""
 
     @abstractmethod
     def read_several(self, tokens: Sequence[int], *, past: Any) -> "Tensor":
@@ -175,6 +174,126 @@ class RewindingStepper(Stepper):
     @abstractmethod
     def forget(self, count: int, *, past: Any) -> None:
         """Take back the last tokens that were added."""
+
+    def is_current(self, past: Any) -> bool:
+        """Return True if the weights are those that a past was read with."""
+        return True
+
+    def kept(self, prompt: Sequence[int]) -> int:
+        """Return the number of a prompt's first tokens that `start` would find on disk."""
+        return 0
+
+    def keep(self, prompt: Sequence[int], *, past: Any) -> None:
+        """Keep the prompt that the only row has read, if there is a place for it."""
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one slot, at positions `start`, `start + 1`, …; what is before is kept.
+
+    Logits are wanted after the last of them; of a `scored` span, after each.
+    """
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    scored: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of logits that are wanted of it."""
+        return len(self.tokens) if self.scored else 1
+
+
+def wanted_rows(spans: Sequence[Span]) -> list[int]:
+    """Return the tokens, counted through all spans, after which logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for span in spans:
+        end += len(span.tokens)
+        rows += range(end - span.rows, end)
+    return rows
+
+
+class Slots(ABC):
+    """The memory of some sequences and the step over them, as continuous batching uses it.
+
+    `cuts_prompts` says whether a prompt may be read in several spans, and a slot be continued from
+    any position; without it a span begins a slot or adds one token.
+    """
+
+    cuts_prompts: bool
+    invariant: bool
+    #: Positions that two prompts must share before copying them is less work than reading them.
+    worth_copying = 1
+
+    def __init__(self, spec: ModelSpec, *, slots: int, context: int) -> None:
+        check_decodes(spec)
+        if not 1 < context <= spec.max_seq_len:
+            raise InputError(
+                f"a context of {context} tokens for a model of {spec.max_seq_len}",
+                hint=f"2 to {spec.max_seq_len}",
+            )
+        if slots < 1:
+            raise InputError(f"{slots} slots", hint="at least 1")
+        self.slots, self.max_seq_len = slots, context
+        self.vocab_size = spec.vocab_size
+        self.source_vocab = None if spec.encoder is None else spec.source_vocab
+
+    @abstractmethod
+    def read(self, spans: Sequence[Span]) -> "Tensor":
+        """Read one span of each of some slots: next-token logits (R, V), the spans' rows in order.
+
+        They are valid until the next step.
+        """
+
+    def run_greedy(
+        self,
+        spans: Sequence[Span],
+        *,
+        count: int,
+        ends: Sequence[int],
+        closed: Sequence[int],
+        seconds: float,
+    ) -> list[list[int]]:
+        """Read one token of each of some slots, then the likeliest after it, and so on.
+
+        Return the tokens chosen in each step, as `Stepper.run_greedy` does; none: not offered.
+        """
+        return []
+
+    @abstractmethod
+    def copy(self, source: int, target: int, *, length: int) -> None:
+        """Copy the first positions of one slot to another."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """The most bytes that keys and values take."""
+
+
+class AheadSlots(Slots):
+    """Slots whose next step is launched before the tokens of the last one have been seen.
+
+    The last token of each slot stays on the `device`.
+    """
+
+    device: "device"
+
+    @abstractmethod
+    def there(self, values: Any) -> "Tensor":
+        """Return numbers on the device, without waiting for what it is doing."""
+
+    @abstractmethod
+    def advance(self, slots: Sequence[int], ends: Sequence[int]) -> "Tensor":
+        """Read each slot's last token as position end - 1: logits (rows, V), soon overwritten."""
+
+    @abstractmethod
+    def keep(self, slots: Sequence[int], tokens_R: "Tensor") -> None:
+        """Set the last token of some slots; an id below 0, which is no token, becomes 0."""
 
 
 def check_decodes(spec: ModelSpec) -> None:

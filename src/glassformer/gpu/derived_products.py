@@ -1,9 +1,8 @@
-"""The products of a fast step with what comes before and after them: norm, gate, residual, experts.
+"""The products of a derived step with what is around them: norm, gate, residual, experts.
 
-On a GPU with Triton they are one kernel for one row; elsewhere one call after another. Of a mixture
-of experts only those that the rows chose are read. An eager step reads the choice and runs those
-experts. A compiled or recorded step has one shape, whatever was chosen: it gathers the weights of
-the chosen experts, or runs all experts where the rows together would read most of them.
+On a GPU with Triton they are one kernel for one row; elsewhere one call after another. A recorded
+step has one shape, whatever experts were chosen: it gathers the weights of the chosen ones, or runs
+all experts where the rows together would read most of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.kernels.matmul import Gained, Product, joined, plain_rows
+from glassformer.gpu.products import Gained, Product, joined, plain_rows
 from glassformer.nn.experts import MixtureOfExperts, route
 from glassformer.nn.ffn import MLP, SwiGLU, activate
 from glassformer.nn.linear import Linear
@@ -29,11 +28,9 @@ from glassformer.spec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A builder of a fast step's parts: the products, and our GPU kernels where they can run."""
+    """A builder of a derived step's parts, with our GPU kernels where they can run."""
 
-    product: Callable[[Tensor, Tensor | None], Product]
     gpu: ModuleType | None = None
-    static: bool = False  # every step has the same shapes: it is compiled or recorded
 
     def projection(
         self,
@@ -44,7 +41,7 @@ class Maker:
         activation: str = "",
     ) -> "Projection":
         """Return a product with the norm before it and the activation after it."""
-        product = self.product(weight_OI, bias_O)
+        product = Product(weight_OI, bias_O)
         return Projection(product, norm=norm, activation=activation, gpu=self.gpu)
 
     def linear(
@@ -64,7 +61,7 @@ class Maker:
                 bias_O = None if bias_O is None else neighbours(bias_O)
             return self.projection(weight_OI, bias_O, norm=norm, activation=activation)
         products = [
-            part.product() if isinstance(part, OwnProduct) else self.product(*linear_parts(part))
+            part.product() if isinstance(part, OwnProduct) else Product(*linear_parts(part))
             for part in parts
         ]
         product = products[0] if len(products) == 1 else SideBySide(products)
@@ -141,19 +138,19 @@ def gpu_kernels(like: Tensor) -> ModuleType | None:
     """Return our kernels for tensors like this one, or None where they cannot run."""
     if not like.is_cuda or find_spec("triton") is None:
         return None
-    gpu = import_module("glassformer.kernels.triton_decode")
+    gpu = import_module("glassformer.gpu.triton_decode")
     return gpu if like.dtype in gpu.DTYPES else None
 
 
 def row_kernels(weight_OI: Tensor) -> ModuleType | None:
     """Return our kernels for products of some rows by these weights, or None without any."""
-    kernels = import_module("glassformer.kernels.cuda_rows")
+    kernels = import_module("glassformer.gpu.cuda_rows")
     return kernels if kernels.reads(weight_OI) else None
 
 
 def head_kernels(weight_VI: Tensor) -> ModuleType | None:
     """Return our kernels that find the likeliest tokens by these weights, or None without any."""
-    kernels = import_module("glassformer.kernels.cuda_head")
+    kernels = import_module("glassformer.gpu.cuda_head")
     return kernels if kernels.reads(weight_VI) else None
 
 
@@ -274,7 +271,7 @@ def linear_parts(part: object) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a plain linear layer; others have products of their own."""
     if type(part) is not Linear:
         raise InputError(
-            f"a fast step needs plain linear layers, and found {type(part).__name__}",
+            f"a recorded step needs plain linear layers, and found {type(part).__name__}",
             hint="use TorchStepper, which runs any model",
         )
     return part.weight.detach(), None if part.bias is None else part.bias.detach()
@@ -358,13 +355,11 @@ class FastMixtureOfExperts:
         self.router_ED = linear_parts(part.gate)[0]
         self.stacked: StackedExperts | None = None
         self.experts: list[FastFeedForward] = []
-        plain = not any(isinstance(layer, OwnProduct) for layer in part.experts.modules())
-        if make.static and plain:
+        if not any(isinstance(layer, OwnProduct) for layer in part.experts.modules()):
             self.stacked = StackedExperts(part)
         else:
             experts = (cast(MLP | SwiGLU, expert) for expert in part.experts)
             self.experts = [FastFeedForward(expert, make, norm=None) for expert in experts]
-        self.static = make.static
         self.shared = self.shared_gate_1D = None
         if part.shared_expert is not None:
             self.shared = FastFeedForward(part.shared_expert, make, norm=None)
@@ -383,28 +378,14 @@ class FastMixtureOfExperts:
         weights_BA = weights_BA.to(x_BD.dtype)
         if self.stacked is not None:
             out_BD = self.stacked(x_BD, weights_BA, chosen_BA)
-        elif self.static:
-            out_BD = self._every(x_BD, weights_BA, chosen_BA)
         else:
-            out_BD = self._chosen(x_BD, weights_BA, chosen_BA)
+            out_BD = self._every(x_BD, weights_BA, chosen_BA)
         if self.shared is not None:
             shared_BD = self.shared(x_BD)
             if self.shared_gate_1D is not None:
                 shared_BD = torch.sigmoid(F.linear(x_BD, self.shared_gate_1D)) * shared_BD
             out_BD = out_BD + shared_BD
         return residual_BD + out_BD
-
-    def _chosen(self, x_BD: Tensor, weights_BA: Tensor, chosen_BA: Tensor) -> Tensor:
-        """Run each expert that some row chose, for those rows."""
-        choices = chosen_BA.tolist()
-        if len(choices) == 1:
-            outs = [self.experts[expert](x_BD) for expert in choices[0]]
-            return weights_BA @ torch.cat(outs)
-        out_BAD = x_BD.new_empty(*chosen_BA.shape, x_BD.shape[1])
-        for expert in sorted({expert for row in choices for expert in row}):
-            rows, slots = (chosen_BA == expert).nonzero(as_tuple=True)
-            out_BAD[rows, slots] = self.experts[expert](x_BD[rows])
-        return (weights_BA[..., None] * out_BAD).sum(1)
 
     def _every(self, x_BD: Tensor, weights_BA: Tensor, chosen_BA: Tensor) -> Tensor:
         """Run every expert for every row: the shapes are the same whatever was chosen."""

@@ -1,7 +1,7 @@
 """`generate` and `beam_search`: a model, a prompt and options by name in, text and tokens out.
 
 The options are those that `spec.decoding` declares: of `DecodeSpec` or `BeamSpec`, a constraint's
-`regex` or `machine`, and how a step is computed (`cached`, `fast`, `compile`). `read_request`
+`regex` or `machine`, and how a step is computed (`cached`, `speculate`, `kv_cache`). `read_request`
 checks them for every caller: these functions, the command line and the models' own methods.
 """
 
@@ -12,23 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation import beam
-from glassformer.generation.beam import Hypothesis
-from glassformer.generation.fast.choice import (
+from glassformer.adapters.executors import (
     check_own_cache,
     fastest_stepper,
     rewinding_stepper,
 )
+from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.generation import beam
+from glassformer.generation.beam import Hypothesis
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.prompts import Prompts, text_prompt
 from glassformer.generation.request import Request, read_request
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper
-from glassformer.generation.stepping import Stepper
 from glassformer.generation.streaming import Collected, Generated, NewToken, stream
 from glassformer.models.model import Model
+from glassformer.models.prompts import Prompts, text_prompt
+from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import OPTIONS, BeamSpec, StepSpec, nearest_option
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -261,19 +260,11 @@ def _plain_stepper(model: TextModel | Model, step: StepSpec) -> Stepper:
         if step.prompt_cache is not None:
             raise InputError("prompts are kept for our own models; this one is another library's")
         check_own_cache(step.kv_cache)
-        if step.fast or step.compile:
-            raise InputError(
-                "{--lean and --compile are|fast and compile are} steps of our own models; this one "
-                "is another library's",
-                hint="leave them out",
-            )
         return model.stepper()
     if step.prompt_cache is not None:
         return NativeStepper(own, prompt_cache=Path(step.prompt_cache), kv_cache=step.kv_cache)
     if not step.cached:
         return NaiveStepper(own)
-    if step.fast or step.compile:
-        return FastStepper(own, compile=step.compile)
     make = rewinding_stepper if step.speculate else fastest_stepper
     return make(own, kv_cache=step.kv_cache)
 

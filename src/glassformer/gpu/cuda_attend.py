@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from glassformer.kernels.cuda_launch import DTYPES, Kernel, program, runs_on
+from glassformer.gpu.cuda_launch import DTYPES, Kernel, program, runs_on
 
 # B rows, N query heads, K key-value heads, X = N + 2 K, H d_head, S positions of the cache
 

@@ -13,10 +13,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from glassformer.generation.fast.block import Lines
-from glassformer.generation.fast.projection import Projection
-from glassformer.generation.stepping import BeamRun, BeamStep
-from glassformer.kernels.matmul import Gained
+from glassformer.gpu.derived_products import Projection
+from glassformer.gpu.derived_step import Lines
+from glassformer.gpu.products import Gained
+from glassformer.models.stepping import BeamRun, BeamStep
 
 # B rows, S positions, V vocab, C steps whose choices are kept, I items (searches)
 

@@ -1,9 +1,9 @@
 """One decoding step without what a step does not need: no modules, no copies of the past.
 
-The weights are derived from the model's: query, key and value as one product, gate and up as one,
-each in the fastest layout. A single query attends to everything before it: there is no causal mask,
-a window is a slice, and only padding needs a mask, which was made when the prompt was read. Grouped
-heads are rows of one product, nothing is repeated.
+The weights are derived from the model's: query, key and value as one product, gate and up as one.
+A single query attends to everything before it: there is no causal mask, and what it may not see of
+the memory is masked, so that every step has one shape, as a recorded one needs. Grouped heads are
+rows of one product, nothing is repeated.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.generation.fast.projection import (
+from glassformer.gpu.derived_products import (
     FastFeedForward,
     FastMixtureOfExperts,
     HeadNorms,
@@ -24,7 +24,7 @@ from glassformer.generation.fast.projection import (
     Projection,
     make_norm,
 )
-from glassformer.kernels.matmul import Gained, plain_rows
+from glassformer.gpu.products import Gained, plain_rows
 from glassformer.models.model import EncoderDecoder, Model
 from glassformer.models.stack import StackParts
 from glassformer.nn.attention import MultiHeadAttention
@@ -78,7 +78,7 @@ class Places(ABC):
 
 
 def why_not(model: spec.ModelSpec) -> str:
-    """Return which part of a model a fast step does not compute; empty if it computes all."""
+    """Return which part of a model a derived step does not compute; empty if it computes all."""
     for block in model.decoder.blocks():
         attention, ffn = block.attention, block.ffn
         inner = ffn.expert if isinstance(ffn, spec.MoE) else ffn
@@ -143,7 +143,7 @@ class FastAttention:
         self,
         x_BD: "Tensor | Gained",
         kv_BXSH: Tensor,
-        end: "int | Tensor | Places",
+        end: "Tensor | Places",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         positions_B: Tensor | None,
@@ -152,10 +152,8 @@ class FastAttention:
     ) -> Tensor:
         """Return the heads' outputs (B, N * H); write position end - 1 of the cache.
 
-        If `end` is a number, the cache is sliced; if it is a tensor, the complete cache is masked,
-        which reads more but has one shape for every step, as a compiled or recorded step needs. Our
-        GPU kernel reads the number from memory, and only that much of the cache; it alone knows
-        `lines`.
+        The complete cache is masked, which has one shape for every step. Our GPU kernel reads `end`
+        from memory, and only that much of the cache; it alone knows `lines`.
         """
         B, N, K = len(plain_rows(x_BD)), self.n_heads, self.n_kv_heads
         qkv_BXH = self.qkv(x_BD).view(B, N + 2 * K, self.d_head)
@@ -188,30 +186,23 @@ class FastAttention:
             turned_BXH.mul_(cos).addcmul_(swapped_BXH, sin)
         if isinstance(end, Places):
             return end.attend(self, qkv_BXH, kv_BXSH)
-        if isinstance(end, int):
-            kv_BXSH[:, :, end - 1] = qkv_BXH[:, N:]
-            begin = 0 if self.window is None else max(0, end - self.window)
-            past_BXSH = kv_BXSH[:, :, begin:end]
-            mask = None if mask_B11S is None else mask_B11S[..., begin:end]
-        else:
-            begin, past_BXSH = 0, kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
-            mask = self._until(end, kv_BXSH, mask_B11S)
+        past_BXSH = kv_BXSH.index_copy_(2, end - 1, qkv_BXH[:, N:, None])
+        mask = self._until(end, kv_BXSH, mask_B11S)
         if self.slopes_N is not None:
-            bias_1KGS = self.bias(begin, end, past_BXSH.shape[2], past_BXSH.dtype)
-            mask = bias_1KGS if mask is None else mask + bias_1KGS
+            mask = mask + self.bias(end, past_BXSH.shape[2], past_BXSH.dtype)
         q_BKGH = qkv_BXH[:, :N].view(B, K, N // K, self.d_head)
         heads_BKGH = F.scaled_dot_product_attention(
             q_BKGH, past_BXSH[:, :K], past_BXSH[:, K:], attn_mask=mask
         )
         return heads_BKGH.reshape(B, N * self.d_head)
 
-    def bias(self, begin: int, end: "int | Tensor", columns: int, dtype: torch.dtype) -> Tensor:
-        """Return ALiBi's bias (1, K, G, S) of columns from `begin`; the query is column end - 1.
+    def bias(self, end: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return ALiBi's bias (1, K, G, S) of all columns; the query is column end - 1.
 
         Padding stands before the prompt, so columns are as far apart as the positions they hold.
         """
         assert self.slopes_N is not None
-        column_S = torch.arange(begin, begin + columns, device=self.slopes_N.device)
+        column_S = torch.arange(columns, device=self.slopes_N.device)
         distance_S = (end - 1 - column_S).to(self.slopes_N.dtype)
         bias_NS = -self.slopes_N[:, None] * distance_S
         return bias_NS.view(1, self.n_kv_heads, -1, columns).to(dtype)
@@ -242,7 +233,7 @@ class FastCrossAttention:
         self.query = make.linear(part.q_proj, norm=norm)
         self.out = make.linear(part.o_proj)
         self.norm = None if part.q_norm is None else make_norm(part.q_norm)
-        self.gpu = make.gpu if make.static else None
+        self.gpu = make.gpu
 
     def heads(
         self,
@@ -314,7 +305,7 @@ class FastBlock:
         self,
         x_BD: "Tensor | Gained",
         kv_BXSH: Tensor,
-        end: "int | Tensor | Places",
+        end: "Tensor | Places",
         *,
         rotation: tuple[Tensor, Tensor] | None,
         positions_B: Tensor | None,
@@ -375,7 +366,7 @@ class FastModel:
     def __init__(self, model: Model, *, make: Maker) -> None:
         if reason := why_not(model.spec):
             raise InputError(
-                f"the fast step does not compute {reason}", hint="TorchStepper runs any model"
+                f"the recorded step does not compute {reason}", hint="TorchStepper runs any model"
             )
         parts = cast(StackParts, model.decoder if isinstance(model, EncoderDecoder) else model)
         self.embed = parts.embed
@@ -415,9 +406,9 @@ class FastModel:
         self,
         tokens_B: Tensor,
         kvs: list[Tensor],
-        end: "int | Tensor | Places",
+        end: "Tensor | Places",
         *,
-        positions_B: Tensor | None,
+        positions_B: Tensor,
         mask_B11S: Tensor | None,
         crosses: list[tuple[Tensor, Tensor]],
         cross_mask_B11S: Tensor | None,
@@ -427,28 +418,18 @@ class FastModel:
         """Return logits (B, V) after one more token, which becomes position end - 1 of the cache.
 
         Another `head` is given the rows that the model's head would read, before their norm.
-        `positions_B` are the positions of the rows if not all are at end - 1, as with padding.
-        `lines` say where the rows' past lies, for our GPU kernels.
+        `positions_B` are the positions of the rows; `lines` say where their past lies, for our GPU
+        kernels.
         """
-        at: int | Tensor
-        if positions_B is None:
-            assert not isinstance(end, Places), "rows of several sequences have positions"
-            at = end - 1
-        else:
-            at = positions_B
-        embedded_BD = self._embedded(tokens_B, at)
+        embedded_BD = self._embedded(tokens_B, positions_B)
         if self.embed_norm is not None:
             embedded_BD = self.embed_norm(embedded_BD)
         x_BD: Tensor | Gained = embedded_BD
-        turned_by_kernels = (
-            end.turns
-            if isinstance(end, Places)
-            else isinstance(end, Tensor) and self.all_attend_by_kernels
-        )
-        rotations = {}
-        for width, (cos, sin) in ({} if turned_by_kernels else self.turns).items():
-            here = cos[at], sin[at]
-            rotations[width] = here if positions_B is None else (here[0][:, None], here[1][:, None])
+        by_kernels = end.turns if isinstance(end, Places) else self.all_attend_by_kernels
+        rotations = {
+            width: (cos[positions_B][:, None], sin[positions_B][:, None])
+            for width, (cos, sin) in ({} if by_kernels else self.turns).items()
+        }
         # Of the last layer only keys and values of all rows are needed.
         last = end.last if isinstance(end, Places) else None
         for layer, block in enumerate(self.blocks):
@@ -466,7 +447,7 @@ class FastModel:
             )
         return self.head(plain_rows(x_BD)) if head is None else head(x_BD)
 
-    def _embedded(self, tokens_B: Tensor, at: "int | Tensor") -> Tensor:
+    def _embedded(self, tokens_B: Tensor, positions_B: Tensor) -> Tensor:
         embed = self.embed
         if type(embed) is TokenEmbedding:
             x_BD = embed.weight.detach().index_select(0, tokens_B)
@@ -476,7 +457,7 @@ class FastModel:
         else:
             x_BD, scale = embed(tokens_B), 1.0
         if self.positions_SD is not None:
-            return torch.add(self.positions_SD[at], x_BD, alpha=scale)
+            return torch.add(self.positions_SD[positions_B], x_BD, alpha=scale)
         return x_BD if scale == 1.0 else x_BD * scale
 
 

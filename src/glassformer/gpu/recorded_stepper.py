@@ -1,9 +1,10 @@
-"""`FastStepper`: decoding with derived weights, memory and CUDA graphs that are kept between calls.
+"""`RecordedStepper`: decoding with weights, memory and CUDA graphs that are kept between calls.
 
 The prompt goes through the model itself, once, into `KVMemory`, which holds the keys and values of
-every layer; each new token then goes through the fast step (`block.FastModel`). The tokens are
-those of `TorchStepper`. On a GPU a step is one launch (`recorded`), which can choose the next
-tokens too, the likeliest or those of beams; the past of beams is not moved, but read by an index.
+every layer; each new token then goes through the derived step (`derived_step.FastModel`). The
+tokens are those of `TorchStepper`. On a GPU a step is one launch (`decoding_graph`), which can
+choose the next tokens too, the likeliest or those of beams; the past of beams is not moved, but
+read by an index.
 """
 
 import importlib
@@ -12,15 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import ModuleType
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.generation.fast.block import FastAttention, FastModel, Lines, Places, why_not
-from glassformer.generation.fast.projection import Maker, gpu_kernels
-from glassformer.generation.fast.recorded import (
+from glassformer.gpu.decoding_graph import (
     GREEDY,
     KEPT,
     SLICE,
@@ -30,12 +28,13 @@ from glassformer.generation.fast.recorded import (
     RecordedPrompt,
     StepState,
 )
-from glassformer.generation.prompts import Prompts
-from glassformer.generation.stepper import decodable, read_prompts
-from glassformer.generation.stepping import BeamRun, BeamStep, Stepper
-from glassformer.kernels.matmul import CHOICES, CLASSES, Product, Routine
+from glassformer.gpu.derived_products import Maker, gpu_kernels
+from glassformer.gpu.derived_step import FastAttention, FastModel, Lines, Places, why_not
+from glassformer.models.decodable import decodable, read_prompts
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model
+from glassformer.models.prompts import Prompts
+from glassformer.models.stepping import BeamRun, BeamStep, Stepper
 from glassformer.spec.errors import InputError
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head
@@ -89,7 +88,7 @@ class KVMemory:
 
 
 @dataclass(slots=True)
-class FastPast:
+class RecordedPast:
     """The memory, the position of each row, and the masks that padding needs, made once.
 
     In a recorded step a batch that shrinks keeps its size: `rows` are those that go on, until
@@ -218,7 +217,7 @@ def added_mask(valid_BS: Tensor, more: int, dtype: torch.dtype) -> Tensor:
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head, V vocab
 
-CHOOSING = "glassformer.kernels.triton_choose"  # needs Triton
+CHOOSING = "glassformer.gpu.triton_choose"  # needs Triton
 #: Prompts of so many tokens are recorded; the last ones are kept, of so many tokens together.
 MOST_TOKENS, TOKENS_KEPT = 16_384, 65_536
 MEMORY_STEP, SOURCE_STEP = 128, 32  # lengths are rounded up to these where steps are recorded
@@ -256,37 +255,23 @@ class _PromptRows(Places):
         return x_BD[self.length - 1 :: self.length].contiguous()
 
 
-class FastStepper(Stepper):
+class RecordedStepper(Stepper):
     """A `Stepper` for one model, to be kept and used again.
 
-    `routines` selects the routine of the products: "auto" tries each shape once, with 1, 4 and 8
-    rows; a name is used for all. `chosen` lists what was chosen, by (outputs, inputs).
-    `compile=True` runs the step through torch.compile, which masks the complete memory so that
-    every step has one shape. On a GPU the step runs our kernels, where possible (`gpu_kernels`),
-    recorded as one CUDA graph, unless `graph=False`. One decoding at a time: memory is shared.
+    Every step has one shape: what of the memory is not read is masked. On a GPU the step runs our
+    kernels, where possible (`gpu_kernels`), recorded as one CUDA graph, unless `graph=False`; on a
+    CPU the same operations run one by one, to be compared with others. One decoding at a time:
+    memory is shared.
     """
 
-    def __init__(
-        self,
-        model: Model | Holder,
-        *,
-        routines: Literal["auto"] | Routine = "auto",
-        compile: bool = False,
-        graph: bool = True,
-    ) -> None:
+    def __init__(self, model: Model | Holder, *, graph: bool = True) -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
         if reason := why_not(self.model.spec):
             raise InputError(
-                f"the fast step does not compute {reason}",
-                hint="leave out {--lean and --compile|fast and compile}: TorchStepper runs any",
+                f"the recorded step does not compute {reason}", hint="TorchStepper runs any model"
             )
-        if compile and routines == "c":
-            raise InputError("a compiled step cannot hold our C kernels", hint="routines='auto'")
-        self.routines = routines
-        self.compile = compile
         self.graph = graph
-        self.chosen: dict[tuple[int, ...], tuple[Routine, ...]] = {}
         self._step: Callable[..., Tensor] | None = None
         self._version: tuple[int, ...] = ()
         self._kvs: list[Tensor] = []
@@ -298,13 +283,13 @@ class FastStepper(Stepper):
         self._by_kernels = self._reads_prompts = False
 
     @torch.inference_mode()
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, FastPast]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, RecordedPast]:
         inputs = read_prompts(self.model, prompts)
         B, T = inputs.tokens_BT.shape
         self._call += 1
         self._notice_new_weights()
         slots = KVMemory(self._memory(B, T + room), B)
-        past = FastPast(slots, self._call, inputs.tokens_BT.device, count=B)
+        past = RecordedPast(slots, self._call, inputs.tokens_BT.device, count=B)
         given = Inputs(inputs.tokens_BT, inputs.valid_BT, source_valid_BS=inputs.source_valid_BS)
         if isinstance(self.model, EncoderDecoder):
             memory_BSD = self.model.encode(inputs)
@@ -323,10 +308,9 @@ class FastStepper(Stepper):
         if inputs.valid_BT is not None:
             past.positions_B = inputs.valid_BT.sum(1)
             past.mask_B11S = added_mask(inputs.valid_BT, slots.memory[0].shape[2] - T, dtype)
-        elif self._one_shape:
+        else:
             past.positions_B = torch.full((B,), T, device=past.device)
         if self._recording:
-            assert past.positions_B is not None
             past.pads_B, past.by_index = T - past.positions_B, self._by_kernels
         if inputs.source_valid_BS is not None:
             past.cross_mask_B11S = added_mask(inputs.source_valid_BS, 0, dtype)
@@ -334,8 +318,8 @@ class FastStepper(Stepper):
             past.widen_crosses(to_multiple_of=SOURCE_STEP)
         return self.model.project(hidden_BTD[:, -1], "next"), past
 
-    def _read(self, tokens_BT: Tensor, past: FastPast) -> Tensor:
-        """Read prompts of one length by the fast step's parts: all tokens are rows of one batch."""
+    def _read(self, tokens_BT: Tensor, past: RecordedPast) -> Tensor:
+        """Read prompts of one length by the derived step: all tokens are rows of one batch."""
         B, T = tokens_BT.shape
         rows, positions_R = _PromptRows(B, T), torch.arange(T, device=past.device).repeat(B)
         kvs, fast = past.slots.kvs, self._fast
@@ -370,7 +354,7 @@ class FastStepper(Stepper):
         return logits_BV
 
     @torch.inference_mode()
-    def step(self, tokens_B: Tensor, *, past: FastPast) -> Tensor:
+    def step(self, tokens_B: Tensor, *, past: RecordedPast) -> Tensor:
         slots = self._begun(past)
         assert self._step is not None and not past.ahead
         end = slots.length + 1
@@ -384,14 +368,14 @@ class FastStepper(Stepper):
         logits_BV = self._step(
             tokens_B,
             slots.kvs,
-            torch.tensor([end], device=past.device) if self.compile else end,
+            torch.full((1,), end, device=past.device),
             positions_B=past.positions_B,
             mask_B11S=past.mask_B11S,
             crosses=past.crosses,
             cross_mask_B11S=past.cross_mask_B11S,
         )
-        if past.positions_B is not None:
-            past.positions_B += 1
+        assert past.positions_B is not None
+        past.positions_B += 1
         return logits_BV
 
     @torch.inference_mode()
@@ -399,7 +383,7 @@ class FastStepper(Stepper):
         self,
         tokens_B: Tensor,
         *,
-        past: FastPast,
+        past: RecordedPast,
         count: int,
         ends: Sequence[int],
         closed: Sequence[int],
@@ -431,7 +415,7 @@ class FastStepper(Stepper):
 
     @torch.inference_mode()
     def run_beams(
-        self, tokens_B: Tensor, *, past: FastPast, run: BeamRun
+        self, tokens_B: Tensor, *, past: RecordedPast, run: BeamRun
     ) -> tuple[Tensor, list[BeamStep]]:
         """Search on the GPU, several steps in one launch; see `Stepper.run_beams`."""
         slots = self._begun(past)
@@ -448,12 +432,12 @@ class FastStepper(Stepper):
         self.positions += 1 + len(steps)
         return record.logits_BV[: past.count], steps
 
-    def _begun(self, past: FastPast) -> KVMemory:
+    def _begun(self, past: RecordedPast) -> KVMemory:
         """Return a past's memory, if it still is this stepper's."""
         if past.call != self._call:
             raise InputError(
-                "this FastStepper has begun another decoding, in the same memory",
-                hint="finish one before the next, or make a second FastStepper",
+                "this RecordedStepper has begun another decoding, in the same memory",
+                hint="finish one before the next, or make a second RecordedStepper",
             )
         if past.slots.memory is not self._kvs:  # a search needed more rows than there were
             self._kvs = past.slots.memory
@@ -474,12 +458,7 @@ class FastStepper(Stepper):
     def _recording(self) -> bool:
         return self.graph and next(self.model.parameters()).is_cuda
 
-    @property
-    def _one_shape(self) -> bool:
-        """True if every step must have the same shapes: compiled, or recorded."""
-        return self.compile or self._recording
-
-    def _taken_up(self, past: FastPast, kind: int) -> Recorded:
+    def _taken_up(self, past: RecordedPast, kind: int) -> Recorded:
         """Return the graph of a kind for this batch, recorded if needed, with its state."""
         if past.record is not None and past.record.kind == kind:
             return past.record
@@ -536,10 +515,8 @@ class FastStepper(Stepper):
 
     def _build(self) -> None:
         """Derive the weights, and make the step that reads them."""
-        self.chosen = {}
-        like = next(self.model.parameters())
-        gpu = None if self.compile else gpu_kernels(like)
-        fast = FastModel(self.model, make=Maker(self._product, gpu, self._one_shape))
+        gpu = gpu_kernels(next(self.model.parameters()))
+        fast = FastModel(self.model, make=Maker(gpu))
         self._fast = fast
         self._by_kernels = gpu is not None and fast.all_attend_by_kernels
         plain = all(
@@ -548,13 +525,4 @@ class FastStepper(Stepper):
         causal = all(block.attention.causal for block in self.model.spec.decoder.blocks())
         self._reads_prompts = self._recording and self._by_kernels and plain and causal
         self._gpu = importlib.import_module(CHOOSING) if self._by_kernels else None
-        self._step = torch.compile(fast.step) if self.compile else fast.step
-
-    def _product(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product:
-        shape = tuple(weight_OI.shape)
-        if shape not in self.chosen:
-            if self.routines == "auto":
-                self.chosen[shape] = CHOICES.of(weight_OI, compiled=self.compile)
-            else:
-                self.chosen[shape] = (self.routines,) * len(CLASSES)
-        return Product(weight_OI, bias_O, routines=self.chosen[shape])
+        self._step = fast.step

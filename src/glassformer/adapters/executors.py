@@ -1,19 +1,26 @@
-"""The stepper that a model gets where nobody chooses: native on a CPU, recorded on a GPU.
+"""What decodes a model where nobody chooses: the native step on a CPU, recorded ones on a GPU.
 
 Both read the weights past the model's modules, so a model with a hook, or with a part that they do
 not know, keeps the plain cached step, which runs the model itself.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from glassformer.generation.fast import block, from_model
+from glassformer.generation.fast import from_model
 from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.stepper import FastStepper
-from glassformer.generation.stepper import TorchStepper, decodable
-from glassformer.generation.stepping import RewindingStepper, Stepper
+from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
+from glassformer.generation.stepper import TorchStepper
+from glassformer.gpu import derived_step
+from glassformer.gpu.recorded_slots import RecordedSlots
+from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.decodable import decodable
 from glassformer.models.model import Holder, Model
+from glassformer.models.stepping import RewindingStepper, Slots, Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
+from glassformer.spec.model import ModelSpec
 
 
 def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> Stepper:
@@ -26,7 +33,7 @@ def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> St
     device = next(own.parameters()).device
     recorded = not why_not_recorded(own, device=device, spare_bytes=_spare_bytes(device))
     if recorded and kv_cache == "float":
-        return FastStepper(own)
+        return RecordedStepper(own)
     return rewinding_stepper(own, kv_cache=kv_cache)
 
 
@@ -55,13 +62,13 @@ def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) ->
     """
     if device.type != "cuda":
         return f"the model is on {device}, and steps are recorded on a GPU"
-    if reason := block.why_not(model.spec):
-        return f"the fast step does not compute {reason}"
+    if reason := derived_step.why_not(model.spec):
+        return f"the recorded step does not compute {reason}"
     if reason := from_model.unknown_module(model):
         return reason
     kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
     if len(kinds) > 1:
-        return f"its weights are {' and '.join(kinds)}, and the fast step reads one kind"
+        return f"its weights are {' and '.join(kinds)}, and the recorded step reads one kind"
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if spare_bytes < weights:
         return (
@@ -76,3 +83,45 @@ def _spare_bytes(device: torch.device) -> int:
         return 0
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + held
+
+
+def make_slots(
+    model: Model | None,
+    stepper: Callable[[], Stepper],
+    spec: ModelSpec,
+    *,
+    slots: int,
+    context: int | None = None,
+    invariant: bool | None = None,
+    kv_cache: KVCache = "float",
+) -> Slots:
+    """Return the native or the recorded step over slots, or else one sequence at a time.
+
+    `model` is None for another library's module; `stepper` makes what that one decodes with.
+    """
+    if model is None:
+        check_own_cache(kv_cache)
+    elif kv_cache != "float" and next(model.parameters()).is_cuda:
+        raise InputError(
+            f"{{--kv-cache|kv_cache}} {kv_cache} is served on a CPU: on a GPU slots hold keys and "
+            "values as computed",
+            hint="leave it out, or serve on the CPU",
+        )
+    if (
+        model is not None
+        and spec.encoder is None
+        and not from_model.why_not(model, kv_cache=kv_cache)
+    ):
+        return NativeSlots(model, slots=slots, context=context, kv_cache=kv_cache)
+    on_gpu = model is not None and next(model.parameters()).is_cuda
+    if model is not None and spec.encoder is None and on_gpu and not invariant:
+        try:
+            return RecordedSlots(model, slots=slots, context=context)
+        except InputError:
+            if context is not None and not 1 < context <= spec.max_seq_len:
+                raise
+    # Slots are decoded in turn, so their decodings must be independent of each other.
+    one = stepper() if model is None else rewinding_stepper(model, kv_cache=kv_cache)
+    return OneByOneSlots(
+        one, spec, slots=slots, context=context or spec.max_seq_len, kv_cache=kv_cache
+    )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from glassformer.kernels import cuda_attend
+from glassformer.gpu import cuda_attend
 
 # B rows, I inputs, O outputs, N query heads, K key-value heads, X = N + 2 K, H d_head,
 # S positions of the cache, P parts of the past

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glassformer.kernels.triton_decode import await_inputs, overlaps
+from glassformer.gpu.triton_decode import await_inputs, overlaps
 
 # B rows, I items (searches), V vocab, P parts of the vocabulary, W beams, S positions of the cache,
 # C steps whose choices are kept

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from glassformer.kernels.cuda_launch import (
+from glassformer.gpu.cuda_launch import (
     DTYPES,
     Kernel,
     TensorMap,
@@ -20,7 +20,7 @@ from glassformer.kernels.cuda_launch import (
     program,
     runs_on,
 )
-from glassformer.kernels.matmul import Gained
+from glassformer.gpu.products import Gained
 
 # B rows, I inputs, V vocab, P parts of the vocabulary
 

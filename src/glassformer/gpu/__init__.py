@@ -1,0 +1,1 @@
+"""Decoding and training steps on a GPU: graphs, Triton and CUDA C++, and the derived step."""
