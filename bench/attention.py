@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.clock import Row, Sides, interleave, rows
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.kernels.threads import taking
 from glassformer.models.model import build
 from glassformer.models.prompts import Prompts

@@ -29,7 +29,7 @@ from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import adapt, load
 from glassformer.adapters.native import NativeAdapter
-from glassformer.generation.fast.program import unknown_part
+from glassformer.generation.native.lowering import unknown_part
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.inputs import Inputs
 from glassformer.models.prompts import Prompts

@@ -22,7 +22,7 @@ from glassformer.costs.estimates import cache_bytes
 from glassformer.data.automata.library import brackets
 from glassformer.data.tokenizers.vocab import Vocab
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.recorded_stepper import RecordedStepper

@@ -21,7 +21,7 @@ import glassformer
 from bench.clock import Row, said
 from glassformer.adapters.load import load
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.model import Model, build

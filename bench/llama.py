@@ -39,8 +39,8 @@ from bench.generate import MEDIUM, TINY, weight_bytes
 from bench.serve import make_model
 from glassformer.adapters.any_model import export
 from glassformer.adapters.load import load
-from glassformer.generation.fast.native import NativePast
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.arrays import NativePast
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.large_pages import LargePages
 from glassformer.models.model import Model

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import Row, said
-from glassformer.generation.fast.from_model import IntegerWeights
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import IntegerWeights, NativeStepper
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch

@@ -46,8 +46,8 @@ from glassformer.adapters.executors import fastest_stepper
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
-from glassformer.generation.fast.native import NativePast
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.arrays import NativePast
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import taking

@@ -16,7 +16,7 @@ import torch
 from bench.clock import Row, Sides, installed, interleave, rows, said
 from bench.peers import BOS, EOS, ctranslate_twin, fresh, marian_twin
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.recorded_stepper import RecordedStepper

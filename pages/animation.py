@@ -13,7 +13,7 @@ import numpy as np
 
 from glassformer.data.build_task import build_task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.lab.recipes import recipe
 from glassformer.lens.inspection import inspect
 from glassformer.models.prompts import Prompts

@@ -27,7 +27,7 @@ from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.lab.recipes import recipe
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build

@@ -22,8 +22,8 @@ from glassformer.adapters.load import load
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.cli.main import app
 from glassformer.generation import beam
-from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.loop import decode
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library

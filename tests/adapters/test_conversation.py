@@ -9,8 +9,8 @@ import torch
 
 from glassformer.adapters.chat.template import Conversation, read_chat
 from glassformer.adapters.load import load
-from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.loop import decode
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.generation.turns import Turns

@@ -357,7 +357,7 @@ ONE_IMPORTER = {
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.main": "the command's entry point; __main__ is another door to it",
     "data.tasks.seq2seq": "two tasks; build_task is the table",
-    "generation.fast.prompt_cache": "prompts on disk; the native step of a torch model keeps them",
+    "generation.native.prompt_cache": "prompts on disk; the step of a torch model keeps them",
     "gpu.decoding_graph": "steps as CUDA graphs; the stepper is about memory and batches",
     "gpu.recorded_slots": "many sequences on a GPU; executors, one rank up, is where it is chosen",
     "lab.smallbench.suite": "the suite; one option of evaluate runs it",

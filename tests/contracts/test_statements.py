@@ -9,7 +9,7 @@ from bench.families import CASES, without_native_step
 from bench.families import spec_of as read_as
 
 from glassformer.adapters.registry import ADAPTERS
-from glassformer.generation.fast.program import unknown_part
+from glassformer.generation.native.lowering import unknown_part
 from glassformer.spec.model import ALiBi, ModelSpec, MoE
 from glassformer.spec.presets import PRESETS
 from tests.contracts.test_docs import ROOT

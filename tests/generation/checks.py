@@ -11,9 +11,8 @@ import torch
 
 from glassformer.checks.rows.decoding import disagreements, random_trial
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.native_stepper import NativeStepper
 from glassformer.generation.loop import NOTHING, decode
+from glassformer.generation.native.stepper import NativeStepper, unavailable
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.recorded_stepper import RecordedStepper
@@ -204,7 +203,7 @@ def single(name: str) -> Model:
 
 def native_is_uncached(*, variants: Sequence[str] = (), specs: Sequence[str] = ()) -> None:
     """float32 at 1e-5, every step, every variant of the C code, one row and several."""
-    assert [why_not(single(name)) for name in NATIVE_SPECS] == [""] * len(NATIVE_SPECS)
+    assert [unavailable(single(name)) for name in NATIVE_SPECS] == [""] * len(NATIVE_SPECS)
     for variant in variants or c_library.variants():
         with c_library.use_variant(variant):
             for name in specs or NATIVE_SPECS:

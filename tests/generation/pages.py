@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassformer.generation.fast.native import Pages, Rows, _Step
-from glassformer.generation.fast.program import (
+from glassformer.generation.native.arrays import Pages, Rows, _Step
+from glassformer.generation.native.lowering import (
     ATTEND,
     BUFFERS,
     HEADS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
+from glassformer.generation.native.stepper import unavailable
 from glassformer.generation.samplers import settings_of
+from glassformer.generation.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.recorded_slots import RecordedSlots
@@ -64,7 +64,7 @@ def prompts_of(model, count: int, longest: int = 20) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_depend_on_company_or_cuts(name):
     model = made(name)
-    if why_not(model):
+    if unavailable(model):
         assert name in ("experts", "factorized")
         return
     slots = NativeSlots(model, slots=8, context=model.spec.max_seq_len)

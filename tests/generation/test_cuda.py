@@ -12,7 +12,7 @@ from glassformer.generation.beam import beam_search
 from glassformer.generation.constraint import Constraint
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_slots import RecordedSlots
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.prompts import Prompts
@@ -71,7 +71,7 @@ def test_rows_that_end_leave_the_others_as_they_were(dtype):
 def test_slots_on_the_gpu_give_the_tokens_of_the_cpu(name):
     """More sequences than slots, some ending early: recorded steps, launched ahead."""
     model = built(checks.SPECS[name])
-    if model.spec.encoder is not None or why_not(model.spec):
+    if model.spec.encoder is not None or lacks(model.spec):
         return
     draw = torch.Generator().manual_seed(3)
     prompts = [

@@ -9,12 +9,12 @@ import torch
 from glassformer.adapters.executors import (
     fastest_stepper,
     make_slots,
+    not_recorded,
     rewinding_stepper,
-    why_not_recorded,
 )
 from glassformer.adapters.generate import make_stepper
-from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.slots import OneByOneSlots
+from glassformer.generation.native.stepper import NativeStepper
+from glassformer.generation.slots import OneByOneSlots
 from glassformer.generation.stepper import TorchStepper
 from glassformer.gpu import derived_step
 from glassformer.models.stepping import RewindingStepper
@@ -30,19 +30,19 @@ GPU, PLENTY = torch.device("cuda"), 1 << 40
 
 
 def on_gpu(model, spare_bytes=PLENTY):
-    return why_not_recorded(model, device=GPU, spare_bytes=spare_bytes)
+    return not_recorded(model, device=GPU, spare_bytes=spare_bytes)
 
 
 @pytest.mark.parametrize("name", checks.SPECS)
 def test_on_a_gpu_what_the_fast_step_computes_is_recorded(name):
     reason = on_gpu(built(checks.SPECS[name]))
-    expected = derived_step.why_not(checks.SPECS[name])
+    expected = derived_step.lacks(checks.SPECS[name])
     assert expected in reason and bool(reason) == bool(expected)
 
 
 def test_on_a_cpu_nothing_is_recorded():
     model = checks.single("rotary")
-    assert "is on cpu" in why_not_recorded(model, device=torch.device("cpu"), spare_bytes=PLENTY)
+    assert "is on cpu" in not_recorded(model, device=torch.device("cpu"), spare_bytes=PLENTY)
     assert isinstance(fastest_stepper(model), NativeStepper)
 
 

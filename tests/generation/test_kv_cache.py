@@ -13,12 +13,11 @@ from glassformer.adapters.executors import (
 from glassformer.adapters.generate import make_stepper
 from glassformer.costs.estimates import cache_bytes
 from glassformer.generation.beam import beam_search
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.native import ArrayStepper
-from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.program import PAGE, ArraySource
-from glassformer.generation.fast.prompt_cache import model_digest
-from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
+from glassformer.generation.native.arrays import ArrayStepper
+from glassformer.generation.native.lowering import PAGE, ArraySource
+from glassformer.generation.native.prompt_cache import model_digest
+from glassformer.generation.native.stepper import NativeStepper, unavailable
+from glassformer.generation.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -95,7 +94,7 @@ def test_the_native_step_is_taken_where_it_can_be():
     found = fastest_stepper(model, kv_cache="int8")
     assert isinstance(found, TorchStepper) and found.kv_cache == "int8"
     wide = model_of(presets.qwen(vocab_size=11, d_model=8, n_heads=1, n_kv_heads=1, d_head=514))
-    assert why_not(wide) == "" and "heads of 514" in why_not(wide, kv_cache="int8")
+    assert unavailable(wide) == "" and "heads of 514" in unavailable(wide, kv_cache="int8")
     found = fastest_stepper(wide, kv_cache="int8")
     assert isinstance(found, TorchStepper) and found.kv_cache == "int8"
 

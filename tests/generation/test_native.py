@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from glassformer.adapters.executors import fastest_stepper
-from glassformer.generation.fast import program
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native import lowering
+from glassformer.generation.native.stepper import NativeStepper, unavailable
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels import c_library
@@ -82,7 +81,7 @@ def test_every_preset_gives_the_plain_tokens(name):
     prompts = Prompts.of(tokens, sources=sources)
     spec = DecodeSpec(max_new_tokens=8)
     stepper = fastest_stepper(model)
-    assert isinstance(stepper, NativeStepper), why_not(model)
+    assert isinstance(stepper, NativeStepper), unavailable(model)
     found = generate_batch(stepper, prompts, spec=spec)
     expected = generate_batch(TorchStepper(model), prompts, spec=spec)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
@@ -201,14 +200,14 @@ def test_weights_that_are_no_numbers_are_reported():
 
 def test_what_it_does_not_know_is_left_to_others(monkeypatch):
     with monkeypatch.context() as unknown:
-        unknown.delitem(program.RUNS, kinds.Route)
-        assert "has no Route" in why_not(checks.single("moe"))
-        unknown.setitem(program.RUNS, kinds.Rotate, {"base": ANY, "scaling": ANY})
-        assert "has no Rotate share=0.5" in why_not(checks.single("neox"))
-    assert "float64" in why_not(built(checks.SPECS["rotary"]))
+        unknown.delitem(lowering.RUNS, kinds.Route)
+        assert "has no Route" in unavailable(checks.single("moe"))
+        unknown.setitem(lowering.RUNS, kinds.Rotate, {"base": ANY, "scaling": ANY})
+        assert "has no Rotate share=0.5" in unavailable(checks.single("neox"))
+    assert "float64" in unavailable(built(checks.SPECS["rotary"]))
     hooked = checks.single("rotary")
     hooked.blocks[0].ffn.register_forward_hook(lambda *_: None)
-    assert "hook" in why_not(hooked)
+    assert "hook" in unavailable(hooked)
     assert isinstance(fastest_stepper(hooked), TorchStepper)
     with pytest.raises(InputError, match="no native step"):
         NativeStepper(hooked)
@@ -218,16 +217,16 @@ def test_what_it_does_not_know_is_left_to_others(monkeypatch):
 
     changed = checks.single("rotary")
     changed.blocks[0].dropout = Odd()
-    assert "Odd" in why_not(changed)
+    assert "Odd" in unavailable(changed)
 
 
 def test_a_field_that_it_does_not_know_is_not_passed_over(monkeypatch):
     """Behave as if `softcap` had been added to attention after the native step was written."""
     capped, plain = checks.single("gemma"), checks.single("learned")
-    assert not why_not(capped) and not why_not(plain)
+    assert not unavailable(capped) and not unavailable(plain)
     older = {"before": ANY, "after": {0, None}}
-    monkeypatch.setitem(program.RUNS, kinds.Attend, older)
-    assert "Attend softcap=" in why_not(capped)
-    assert not why_not(plain), "it has the default"
-    monkeypatch.delitem(program.RUNS, kinds.AddRows)
-    assert "AddRows" in why_not(plain)
+    monkeypatch.setitem(lowering.RUNS, kinds.Attend, older)
+    assert "Attend softcap=" in unavailable(capped)
+    assert not unavailable(plain), "it has the default"
+    monkeypatch.delitem(lowering.RUNS, kinds.AddRows)
+    assert "AddRows" in unavailable(plain)

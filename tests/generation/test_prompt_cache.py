@@ -5,9 +5,9 @@ import torch
 
 import glassformer as gf
 from glassformer.data.tokenizers.vocab import Bytes
-from glassformer.generation.fast import prompt_cache
-from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.prompt_cache import model_digest
+from glassformer.generation.native import prompt_cache
+from glassformer.generation.native.prompt_cache import model_digest
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.models.model import build
 from glassformer.models.prompts import Prompts
 from glassformer.quant.convert import quantize_model

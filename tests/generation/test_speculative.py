@@ -8,7 +8,7 @@ import torch
 
 import glassformer as gf
 from glassformer.generation import speculative
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.speculative import (
     MOST,
     REST,

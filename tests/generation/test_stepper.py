@@ -8,7 +8,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import build
 from glassformer.models.prompts import Prompts
@@ -35,7 +35,7 @@ def test_every_preset_decodes_alike_with_and_without_a_cache(name, dtype, limit)
     model = perturb(build(spec), dtype=dtype, seed=3)
     sources = None if spec.encoder is None else checks.SOURCES
     prompts = Prompts(((3, 1, 4, 1, 5), (2, 2), (6, 5, 3)), sources)
-    for make in (TorchStepper,) if why_not(spec) else (TorchStepper, RecordedStepper):
+    for make in (TorchStepper,) if lacks(spec) else (TorchStepper, RecordedStepper):
         assert max(checks.paired_logits(make, model, prompts, steps=8)) <= limit
 
 

@@ -15,7 +15,7 @@ from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.folder.lora import save_adapter
 from glassformer.adapters.load import adapt
 from glassformer.cli.shell.terminal import write_file
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lab.runs.table import delete_runs, rename_run, tag_run

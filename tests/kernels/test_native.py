@@ -16,7 +16,7 @@ QUICK = ("-O0", "-std=gnu11", "-DGLASS_PORTABLE_ONLY", "-DGLASS_NO_INLINE")
 
 
 def test_it_is_there_and_fresh():
-    assert c_library.available(), c_library.why_not()
+    assert c_library.available(), c_library.unavailable()
     assert c_library.variant() == c_library.variants()[-1]
 
 
@@ -58,7 +58,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_without_the_library_it_is_said_how_to_get_it(elsewhere):
     assert not c_library.available()
-    assert build.COMMAND in c_library.why_not()
+    assert build.COMMAND in c_library.unavailable()
     with pytest.raises(MachineError, match="not compiled"):
         c_library.library()
 
@@ -66,12 +66,12 @@ def test_without_the_library_it_is_said_how_to_get_it(elsewhere):
 def test_a_library_of_other_sources_is_not_used(elsewhere, monkeypatch):
     monkeypatch.setattr(build, "digest", lambda: "other")
     build.build(target=elsewhere, flags=QUICK)
-    assert "other sources" in c_library.why_not()
+    assert "other sources" in c_library.unavailable()
 
 
 def test_a_damaged_library_is_not_used(elsewhere):
     elsewhere.write_bytes(b"not a library")
-    assert "cannot be loaded" in c_library.why_not()
+    assert "cannot be loaded" in c_library.unavailable()
 
 
 def test_building_fails_with_a_reason(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import glassformer as gf
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.kernels import c_library
 from glassformer.lab.measure.precision import _paired, speeds
 

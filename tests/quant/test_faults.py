@@ -69,7 +69,7 @@ def test_the_claim_holds(check):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_caught(fault, sound):
     if ":Native" in fault.where:
-        assert int_matmul.available(), int_matmul.why_not()
+        assert int_matmul.available(), int_matmul.unavailable()
     if fault.caught_by not in sound:
         CHECKS[fault.caught_by]()
         sound.add(fault.caught_by)

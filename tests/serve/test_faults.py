@@ -11,7 +11,7 @@ import pytest
 
 import glassformer.serve.engine
 from glassformer.generation.batching import Batcher
-from glassformer.generation.fast.slots import NativeSlots
+from glassformer.generation.slots import NativeSlots
 from glassformer.models.model import build
 from glassformer.serve.answers import Answer, Completion
 from glassformer.serve.app import Limits

@@ -29,11 +29,11 @@ from glassformer.adapters.folder.weights import (
 from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
 from glassformer.adapters.table import Entry, Interleaved, Plan, Rows, identity_plan
-from glassformer.generation.fast.native import ArrayStepper
-from glassformer.generation.fast.program import ArraySource, Matrix, as_floats, unknown_part
+from glassformer.generation.native.arrays import ArrayStepper
+from glassformer.generation.native.lowering import ArraySource, Matrix, as_floats, unknown_part
 from glassformer.generation.turns import Turns
 from glassformer.kernels import c_library
-from glassformer.kernels.integer import tiles_of, why_not
+from glassformer.kernels.integer import lacks, tiles_of
 from glassformer.kernels.packed import PackedMatrix
 from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import KVCache
@@ -71,7 +71,7 @@ def open_stepper(
     Packed weights are unpacked to memory with large pages, which is faster to read, or used as they
     are in the file, which is faster to begin with; the numbers that come out are the same.
     """
-    if c_library.why_not():
+    if c_library.unavailable():
         return None
     found = open_arrays(folder_of(path), unpacks=unpacks)
     if found is None:
@@ -148,7 +148,7 @@ def open_quantized(folder: Path) -> tuple[ModelSpec, dict[str, Matrix]] | None:
 def _runs_quantized(folder: Path) -> bool:
     """Return whether the C routines run all layers of a checkpoint, and read its other weights."""
     spec, quantization, wanted = describe_quantized(folder)
-    if not _runs(spec) or any(why_not(layer.scheme) for layer in quantization.layers):
+    if not _runs(spec) or any(lacks(layer.scheme) for layer in quantization.layers):
         return False
     layers = {layer.name for layer in quantization.layers}
     codes = {

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from glassformer.generation.fast import from_model
-from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.slots import NativeSlots, OneByOneSlots
+from glassformer.generation.native import stepper as native
+from glassformer.generation.native.stepper import NativeStepper
+from glassformer.generation.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.stepper import TorchStepper
 from glassformer.gpu import derived_step
 from glassformer.gpu.recorded_slots import RecordedSlots
@@ -31,7 +31,7 @@ def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> St
     """
     own = decodable(model)
     device = next(own.parameters()).device
-    recorded = not why_not_recorded(own, device=device, spare_bytes=_spare_bytes(device))
+    recorded = not not_recorded(own, device=device, spare_bytes=_spare_bytes(device))
     if recorded and kv_cache == "float":
         return RecordedStepper(own)
     return rewinding_stepper(own, kv_cache=kv_cache)
@@ -40,7 +40,7 @@ def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> St
 def rewinding_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> RewindingStepper:
     """Return the fastest step whose decodings are independent and can take tokens back."""
     own = decodable(model)
-    if from_model.why_not(own, kv_cache=kv_cache):
+    if native.unavailable(own, kv_cache=kv_cache):
         return TorchStepper(own, kv_cache=kv_cache)
     return NativeStepper(own, kv_cache=kv_cache)
 
@@ -55,16 +55,16 @@ def check_own_cache(kv_cache: KVCache) -> None:
         )
 
 
-def why_not_recorded(model: Model, *, device: torch.device, spare_bytes: int) -> str:
+def not_recorded(model: Model, *, device: torch.device, spare_bytes: int) -> str:
     """Return the reason why a model on this device has no recorded step; empty if it has one.
 
     `spare_bytes` is the device's memory that nobody uses: a recorded step has weights of its own.
     """
     if device.type != "cuda":
         return f"the model is on {device}, and steps are recorded on a GPU"
-    if reason := derived_step.why_not(model.spec):
-        return f"the recorded step does not compute {reason}"
-    if reason := from_model.unknown_module(model):
+    if reason := derived_step.lacks(model.spec):
+        return f"the recorded step has no {reason}"
+    if reason := native.foreign_module(model):
         return reason
     kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
     if len(kinds) > 1:
@@ -110,7 +110,7 @@ def make_slots(
     if (
         model is not None
         and spec.encoder is None
-        and not from_model.why_not(model, kv_cache=kv_cache)
+        and not native.unavailable(model, kv_cache=kv_cache)
     ):
         return NativeSlots(model, slots=slots, context=context, kv_cache=kv_cache)
     on_gpu = model is not None and next(model.parameters()).is_cuda

@@ -20,7 +20,7 @@ from glassformer.adapters.executors import (
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation import beam
 from glassformer.generation.beam import Hypothesis
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.request import Request, read_request
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import NaiveStepper

@@ -31,8 +31,7 @@ from glassformer.adapters.table import Family, identity_plan
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.own import tokenizer_files
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.fast.from_model import why_not
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper, unavailable
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.turns import Turns
 from glassformer.models.inputs import Inputs
@@ -310,7 +309,7 @@ class NativeAdapter(BaseAdapter):
         self, *, prompt_cache: Path | None = None, kv_cache: KVCache = "float"
     ) -> Stepper:
         """Return a stepper that does not read again what a turn shares with the last one."""
-        reason = why_not(self.model, kv_cache=kv_cache)
+        reason = unavailable(self.model, kv_cache=kv_cache)
         if reason and prompt_cache is not None:
             raise InputError(f"prompts are kept by the native step, and there is none: {reason}")
         if reason:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glassformer.byhand import operations as byhand
-from glassformer.generation.fast.program import unknown_part
+from glassformer.generation.native.lowering import unknown_part
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.program import Runs, missing, program
 from glassformer.training import stacked
@@ -127,7 +127,7 @@ EXECUTORS = (
         name="native step",
         lacks=unknown_part,
         default="glass generate and chat on a CPU",
-        code=("generation.fast.native", "generation.fast.program", "kernels/step"),
+        code=("generation.native.arrays", "generation.native.lowering", "kernels/step"),
         precision="float32, bfloat16",
         rows={
             "values": "native step = plain step",
@@ -140,7 +140,7 @@ EXECUTORS = (
         name="batches of requests",
         lacks=served_together,
         default="glass serve",
-        code=("generation.batching", "generation.fast.slots"),
+        code=("generation.batching", "generation.slots"),
         precision="as loaded",
         rows={
             "values": "served in company = alone, bit for bit",
@@ -166,7 +166,7 @@ EXECUTORS = (
         name="prompts kept on disk",
         lacks=unknown_part,
         default="--prompt-cache",
-        code=("generation.fast.prompt_cache", "generation.turns"),
+        code=("generation.native.prompt_cache", "generation.turns"),
         precision="as loaded",
         rows={
             "values": "prompts kept on disk change no bit",

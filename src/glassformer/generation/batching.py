@@ -28,7 +28,6 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.fast.slots import OneByOneSlots
 from glassformer.generation.loop import PATIENCE, Row, allowed, check_something_left, check_tokens
 from glassformer.generation.samplers import (
     Together,
@@ -39,6 +38,7 @@ from glassformer.generation.samplers import (
     seen_in,
     settings_of,
 )
+from glassformer.generation.slots import OneByOneSlots
 from glassformer.generation.streaming import NewToken, RowText
 from glassformer.generation.text_stream import TextStream
 from glassformer.models.prompts import Prompts, shared_length

@@ -166,6 +166,86 @@ def check_something_left(vocab_size: int, closed: set[int]) -> None:
         )
 
 
+class _Batch:
+    """The rows that go on, one for each line of the logits, and tokens that were chosen ahead."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        prompts: Prompts,
+        rows: list[Row],
+        spec: DecodeSpec,
+        *,
+        logprobs: bool,
+        count: int,
+    ) -> None:
+        self.stepper, self.rows, self.spec, self.logprobs = stepper, rows, spec, logprobs
+        self.going = list(range(len(rows)))
+        self.longest = max(row.limit for row in rows)
+        self.logits_BV, self.past = stepper.start(prompts, room=self.longest)
+        self.chooser = make_chooser(stepper, spec, prompts, logprobs=logprobs, count=count)
+        self.plain = _only_greedy(spec, rows) and not count
+        self.ready: list[tuple[list[int], list[float]]] = []  # chosen ahead, the last one first
+        self.stepped = False  # the logits are already those after the tokens of this column
+
+    def runs(self, step: int) -> bool:
+        """Return True if the stepper may choose the tokens after this column by itself."""
+        spec = self.spec
+        return self.plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
+
+    def choose(self, step: int) -> tuple[list[int], list[float], list[Likeliest]]:
+        """Return each line's token, its log-probability and the likeliest ones."""
+        self.stepped = False
+        if self.ready:
+            return *self.ready.pop(), []
+        going = [self.rows[i] for i in self.going]
+        found = self.chooser.choose(
+            self.logits_BV,
+            step=step,
+            rows=[row.name for row in going],
+            allow_BV=allowed(going, made=step),
+        )
+        # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
+        if found.is_remote and step + 1 < self.longest and not self.runs(step):
+            self.logits_BV = self.stepper.step(found.tokens_B, past=self.past)
+            self.stepped = True
+        return found.fetch()
+
+    def keep(self, stay: list[int]) -> None:
+        """Go on with these lines."""
+        if len(stay) == len(self.going):
+            return
+        kept = self.chooser.array(np.array(stay, dtype=np.int64))
+        self.past.reorder(kept)
+        if self.stepped:
+            self.logits_BV = self.chooser.lines(self.logits_BV, kept)
+        self.chooser.keep(kept)
+        self.going = [self.going[line] for line in stay]
+        self.ready = [
+            ([t[line] for line in stay], [v[line] for line in stay]) for t, v in self.ready
+        ]
+
+    def advance(self, tokens: list[int], step: int) -> None:
+        """Add each line's token: choose more of them in one run, or compute the next logits."""
+        if self.stepped or self.ready:
+            return
+        tokens_B = self.chooser.array(np.array(tokens, dtype=np.int64))
+        if self.runs(step):
+            made = self.stepper.run_greedy(
+                tokens_B,
+                past=self.past,
+                count=min(self.rows[i].limit - self.rows[i].made for i in self.going),
+                ends=self.spec.eos,
+                closed=self.spec.forbidden,
+                logprobs=self.logprobs,
+                seconds=PATIENCE,
+            )
+            self.ready = list(zip(*made, strict=True))[::-1]
+            self.plain = bool(self.ready)
+        if not self.ready:
+            self.logits_BV = self.stepper.step(tokens_B, past=self.past)
+
+
 def _columns(
     stepper: Stepper,
     prompts: Prompts,
@@ -175,63 +255,19 @@ def _columns(
     logprobs: bool,
     count: int,
 ) -> Iterator[Column]:
-    going = list(range(len(rows)))  # the row that each line of the batch belongs to
-    longest = max(row.limit for row in rows)
-    logits_BV, past = stepper.start(prompts, room=longest)
-    chooser = make_chooser(stepper, spec, prompts, logprobs=logprobs, count=count)
-    plain = _only_greedy(spec, rows) and not count
-    ready: list[tuple[list[int], list[float]]] = []  # columns that were chosen ahead, last first
-    for step in range(longest):
-        ahead = False
-        likeliest: list[Likeliest] = []
-        runs = plain and step + 2 >= spec.min_new_tokens and step + 1 >= len(spec.forced)
-        if ready:
-            chosen, values = ready.pop()
-        else:
-            found = chooser.choose(
-                logits_BV,
-                step=step,
-                rows=[rows[i].name for i in going],
-                allow_BV=allowed([rows[i] for i in going], made=step),
-            )
-            # A GPU computes the next step meanwhile; rows that turn out to have ended are dropped.
-            ahead = found.is_remote and step + 1 < longest and not runs
-            if ahead:
-                logits_BV = stepper.step(found.tokens_B, past=past)
-            chosen, values, likeliest = found.fetch()
+    batch = _Batch(stepper, prompts, rows, spec, logprobs=logprobs, count=count)
+    for step in range(batch.longest):
+        chosen, values, likeliest = batch.choose(step)
         _check_numbers(chosen, values if logprobs else [])
-        for i, token in zip(going, chosen, strict=True):
+        for i, token in zip(batch.going, chosen, strict=True):
             rows[i].take(token)
-        yield _column(rows, going, chosen, values, likeliest)
-        stay = [line for line, i in enumerate(going) if rows[i].finish is None]
+        yield _column(rows, batch.going, chosen, values, likeliest)
+        stay = [line for line, i in enumerate(batch.going) if rows[i].finish is None]
         if not stay:
             return
-        chooser.note(chosen)
-        if len(stay) < len(going):
-            kept = chooser.array(np.array(stay, dtype=np.int64))
-            past.reorder(kept)
-            if ahead:
-                logits_BV = chooser.lines(logits_BV, kept)
-            chooser.keep(kept)
-            going = [going[line] for line in stay]
-            ready = [([t[line] for line in stay], [v[line] for line in stay]) for t, v in ready]
-        if ahead or ready:
-            continue
-        tokens_B = chooser.array(np.array([chosen[line] for line in stay], dtype=np.int64))
-        if runs:
-            made = stepper.run_greedy(
-                tokens_B,
-                past=past,
-                count=min(rows[i].limit - rows[i].made for i in going),
-                ends=spec.eos,
-                closed=spec.forbidden,
-                logprobs=logprobs,
-                seconds=PATIENCE,
-            )
-            plain = made is not None
-            ready = [] if made is None else list(zip(*made, strict=True))[::-1]
-        if not ready:
-            logits_BV = stepper.step(tokens_B, past=past)
+        batch.chooser.note(chosen)
+        batch.keep(stay)
+        batch.advance([chosen[line] for line in stay], step)
 
 
 def _only_greedy(spec: DecodeSpec, rows: list[Row]) -> bool:

@@ -317,7 +317,7 @@ class SpeculativeStepper(Stepper):
         closed: Sequence[int],
         logprobs: bool,
         seconds: float,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Choose the tokens of one pass, or several by the inner loop where nothing is guessed."""
         begin, guesses, most = self.clock(), [], count
         if past.text is not None:
@@ -338,7 +338,7 @@ class SpeculativeStepper(Stepper):
             self._count()
             if past.text is None:
                 return made
-            if made is not None:
+            if made[0]:
                 chosen = [token for (token,) in made[0]]
                 self._add(past, *chosen[:-1])  # the last one is not added yet
                 self.facts.passes += len(chosen)

@@ -92,7 +92,7 @@ class Turns(Stepper):
         closed: Sequence[int],
         logprobs: bool,
         seconds: float,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Choose tokens as the inner stepper does; all but the last of them have been read."""
         self._check(past)
         made = self.inner.run_greedy(
@@ -104,7 +104,7 @@ class Turns(Stepper):
             logprobs=logprobs,
             seconds=seconds,
         )
-        if made is not None:
+        if made[0]:
             past.ids += [*tokens_B.tolist(), *(token for (token,) in made[0][:-1])]
         self._count()
         return made

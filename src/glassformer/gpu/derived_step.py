@@ -9,6 +9,7 @@ rows of one product, nothing is repeated.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, assert_never, cast
 
 import torch
@@ -42,8 +43,10 @@ from glassformer.nn.position import (
     heads_key,
 )
 from glassformer.spec import model as spec
+from glassformer.spec import program as kinds
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
+from glassformer.spec.program import ANY, Runs, everything_but, missing
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -77,40 +80,51 @@ class Places(ABC):
         """Return the rows whose logits are read."""
 
 
-def why_not(model: spec.ModelSpec) -> str:
-    """Return which part of a model a derived step does not compute; empty if it computes all."""
-    for block in model.decoder.blocks():
-        attention, ffn = block.attention, block.ffn
-        inner = ffn.expert if isinstance(ffn, spec.MoE) else ffn
-        norms = (block.norm, attention.qk_norm, model.decoder.final_norm)
-        rotary = spec.rotary_of(attention, model.position)
-        found = {
-            "relative position biases": isinstance(model.position, spec.RelativeBias),
+#: What the derived step computes: tables of positions are read, however they were made.
+RUNS: Runs = {
+    **everything_but(spec.RelativeBias, kinds.Adjust, kinds.ReadOut),
+    kinds.AddRows: {"table": ANY, "offset": ANY},
+    kinds.Norm: {"form": ANY},
+    kinds.Rotate: {"base": ANY, "scaling": ANY},
+    kinds.Attend: {"before": ANY, "after": ANY},
+    kinds.Gate: {"function": ("silu", "sigmoid")},
+    kinds.Add: {},
+}
+
+
+def lacks(model: spec.ModelSpec) -> str:
+    """Return what of a model the derived step does not compute; empty if it computes all.
+
+    The encoder is the model's own.
+    """
+    made = kinds.program(model).for_head("next")
+    ops = tuple(op for op in made.ops if not op.part.startswith("encoder."))
+    if found := missing(replace(made, ops=ops), RUNS):
+        return found[0]
+    for op in ops:
+        match op.kind:
+            case kinds.Norm(form="layer") if len(op.weights) == 1:
+                return f"LayerNorm without a bias ({op.part})"
+            case kinds.Linear() if len(op.weights) > 1 and f"{op.writes}".endswith(".router"):
+                return f"a router's bias ({op.part})"
+            case kinds.Attend() if op.weights:
+                return f"sinks ({op.part})"
+            case kinds.Attend(heads=heads, scale=scale):
+                width = made.values[op.reads[0]].width // heads
+                if not math.isclose(scale, 1 / math.sqrt(width)):
+                    return f"Attend scale={scale:g} ({op.part})"
+            case _:
+                pass
+    for block in model.decoder.blocks():  # what stands where, which no single operation says
+        found_here = {
             f"placement '{block.placement}'": block.placement not in ("pre", "post"),
-            "residual_scale": block.residual_scale != 1.0,
-            "attention.scale": attention.scale is not None,
-            "attention.softcap": attention.softcap is not None,
-            "attention.sinks": attention.sinks,
-            "attention.position": attention.position is not None,
-            "a q/k-norm over all heads": attention.qk_norm_over != "head",
-            "a q/k-norm after the rotation": attention.qk_norm_last,
-            "rotary positions of a part of each head": rotary is not None and rotary.share != 1.0,
-            "a gate by GELU": isinstance(inner, spec.SwiGLU) and inner.activation != "silu",
-            "a clamped gate": isinstance(inner, spec.SwiGLU) and inner.clamp is not None,
-            "a router's bias": isinstance(ffn, spec.MoE) and ffn.router_bias,
-            "LayerNorm without a bias": any(
-                isinstance(norm, spec.LayerNorm) and not norm.bias for norm in norms
-            ),
-            "RMSNorm with an offset": any(
-                isinstance(norm, spec.RMSNorm) and norm.offset for norm in norms
-            ),
+            "positions of a layer's own": block.attention.position is not None,
+            "a q/k-norm over all heads": block.attention.qk_norm_over != "head",
+            "a q/k-norm after the rotation": block.attention.qk_norm_last,
         }
-        for words, odd in found.items():
-            if odd:
+        for words, is_so in found_here.items():
+            if is_so:
                 return words
-    for head in model.heads:
-        if isinstance(head, spec.NextHead) and (head.scale != 1.0 or head.softcap is not None):
-            return "logits that are scaled or capped"
     return ""
 
 
@@ -273,8 +287,8 @@ class FastBlock:
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
         pre = part.pre
-        assert part.attn_norm is not None, "`why_not` refuses blocks without one"
-        assert part.ffn_norm is not None, "`why_not` refuses blocks without one"
+        assert part.attn_norm is not None, "`lacks` refuses blocks without one"
+        assert part.ffn_norm is not None, "`lacks` refuses blocks without one"
         self.attention = FastAttention(
             part.attn, block.attention, make, norm=part.attn_norm if pre else None
         )
@@ -364,9 +378,9 @@ class FastModel:
     """A complete decoder as one function of the new tokens; see `step`."""
 
     def __init__(self, model: Model, *, make: Maker) -> None:
-        if reason := why_not(model.spec):
+        if reason := lacks(model.spec):
             raise InputError(
-                f"the recorded step does not compute {reason}", hint="TorchStepper runs any model"
+                f"the recorded step has no {reason}", hint="TorchStepper runs any model"
             )
         parts = cast(StackParts, model.decoder if isinstance(model, EncoderDecoder) else model)
         self.embed = parts.embed

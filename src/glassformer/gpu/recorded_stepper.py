@@ -29,7 +29,7 @@ from glassformer.gpu.decoding_graph import (
     StepState,
 )
 from glassformer.gpu.derived_products import Maker, gpu_kernels
-from glassformer.gpu.derived_step import FastAttention, FastModel, Lines, Places, why_not
+from glassformer.gpu.derived_step import FastAttention, FastModel, Lines, Places, lacks
 from glassformer.models.decodable import decodable, read_prompts
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model
@@ -267,9 +267,9 @@ class RecordedStepper(Stepper):
     def __init__(self, model: Model | Holder, *, graph: bool = True) -> None:
         self.model = decodable(model)
         super().__init__(self.model.spec)
-        if reason := why_not(self.model.spec):
+        if reason := lacks(self.model.spec):
             raise InputError(
-                f"the recorded step does not compute {reason}", hint="TorchStepper runs any model"
+                f"the recorded step has no {reason}", hint="TorchStepper runs any model"
             )
         self.graph = graph
         self._step: Callable[..., Tensor] | None = None
@@ -389,14 +389,14 @@ class RecordedStepper(Stepper):
         closed: Sequence[int],
         logprobs: bool,
         seconds: float,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Choose the likeliest tokens on the GPU, which goes on while the first ones are read.
 
         Rows that end do not end the run: what they go on with is not read.
         """
         slots = self._begun(past)
         if self._choosing is None or past.lines is not None:
-            return None
+            return [], []
         fresh = past.record is None or past.record.kind != GREEDY
         record = self._taken_up(past, GREEDY)
         if not past.ahead:

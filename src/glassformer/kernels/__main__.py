@@ -20,7 +20,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     if not c_library.available():
-        print(c_library.why_not())
+        print(c_library.unavailable())
         return 1
     pool = "torch's" if c_library.shares_threads() else "none: one thread"
     print(

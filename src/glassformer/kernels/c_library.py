@@ -37,14 +37,14 @@ TRAINING = (
 )
 
 
-def why_not() -> str:
+def unavailable() -> str:
     """Return the reason why the library cannot be used, and what to do; empty if it can."""
     return _loaded()[1]
 
 
 def available() -> bool:
     """Return True if the library is compiled from the current sources and loads."""
-    return not why_not()
+    return not unavailable()
 
 
 def library() -> ctypes.CDLL:

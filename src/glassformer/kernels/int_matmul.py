@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.kernels import c_library
-from glassformer.kernels.c_library import available, variant, why_not
+from glassformer.kernels.c_library import available, unavailable, variant
 from glassformer.kernels.integer import (
     MIDDLE,
     SIXTEENTHS,
@@ -141,7 +141,7 @@ __all__ = [
     "reference_int4",
     "reference_int8",
     "variant",
-    "why_not",
+    "unavailable",
 ]
 
 # B rows, I inputs, O outputs, G groups, N looked-up rows

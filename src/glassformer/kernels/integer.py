@@ -133,13 +133,13 @@ class IntegerTiles:
         return rows_NI
 
 
-def why_not(scheme: Scheme) -> str:
+def lacks(scheme: Scheme) -> str:
     """Return why integer.c cannot run a matrix of this scheme; empty if it can."""
     if not isinstance(scheme, SCHEMES):
         return f"has {' and '.join(each.name for each in SCHEMES)} only"
     if isinstance(scheme, Int8) and not scheme.symmetric:
         return "has symmetric levels only, for 8 bits"
-    return c_library.why_not()
+    return c_library.unavailable()
 
 
 def tiles_of(scheme: Scheme, parts: Mapping[str, Array], *, refined: bool) -> IntegerTiles:

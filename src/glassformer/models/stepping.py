@@ -130,16 +130,17 @@ class Stepper(ABC):
         closed: Sequence[int],
         logprobs: bool,
         seconds: float,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Add the tokens, then the likeliest after them, and so on; None: not offered.
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Add the tokens, then the likeliest after them, and so on; or do nothing.
 
         Return a list of tokens (B) for each step and their log-probabilities (NaN if not
-        requested): at most `count` steps, about as many as take `seconds`. A run may end with a
-        step in which a row has one of `ends`; rows may also leave (`reorder`) before its other
-        steps have been read. Of equal tokens the first is chosen, never one of `closed`; NOTHING
-        (-1) where there is none. The next run begins with the last tokens chosen.
+        requested), none if nothing was added: at most `count` steps, about as many as take
+        `seconds`. A run may end with a step in which a row has one of `ends`; rows may also leave
+        (`reorder`) before its other steps have been read. Of equal tokens the first is chosen,
+        never one of `closed`; NOTHING (-1) where there is none. The next run begins with the last
+        tokens chosen.
         """
-        return None
+        return [], []
 
     def array(self, numbers: NDArray[Any]) -> Any:
         """Return an array as this stepper takes and gives them: as a tensor."""

@@ -34,13 +34,13 @@ from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.generation.beam import Hypothesis, beam_search
 from glassformer.generation.choosing import uniform
-from glassformer.generation.fast import from_model
-from glassformer.generation.fast.native_stepper import NativeStepper
-from glassformer.generation.fast.program import PAGE
+from glassformer.generation.native import stepper as native
+from glassformer.generation.native.lowering import PAGE
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.speculative import SpeculativeStepper
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.kernels import c_library
 from glassformer.models.model import Model, build
@@ -254,9 +254,9 @@ def _steppers(model: Model) -> dict[str, Stepper]:
         "cached": TorchStepper(model),
         "growing cache": TorchStepper(model, cache="growing"),
     }
-    if not from_model.why_not(model):
+    if not native.unavailable(model):
         found["native"] = NativeStepper(model)
-    if not why_not(model.spec):
+    if not lacks(model.spec):
         found["derived"] = RecordedStepper(model)
     if next(model.parameters()).dtype in (torch.float32, torch.float64):
         hand = HandModel(model.spec, params=weights_of(model), dtype=weights_dtype(model))
@@ -361,7 +361,7 @@ def a_batch_decodes_as_its_rows(subject: Subject) -> Measure:
     model, prompts = _case(subject)
     wrong = []
     steppers: dict[str, Stepper] = {"cached": TorchStepper(model)}
-    if not why_not(model.spec):
+    if not lacks(model.spec):
         steppers["derived"] = RecordedStepper(model)
     for name, stepper in steppers.items():
         for temperature in (0.0, 1.0):
@@ -488,7 +488,7 @@ def native_steps_are_plain(subject: Subject) -> Measure:
     row twice, as beams do.
     """
     model, short = _case(subject)
-    if reason := from_model.why_not(model):
+    if reason := native.unavailable(model):
         raise NotOffered(reason)
     found, size = [], f"{subject.size}, {NEW} steps"
     _, long = _case(subject, LONG)
@@ -541,7 +541,7 @@ def native_rounded_steps_are_torchs(subject: Subject) -> Measure:
     With every variant, rows reordered as well.
     """
     model, prompts = _case(subject)
-    if reason := from_model.why_not(model, kv_cache="int8"):
+    if reason := native.unavailable(model, kv_cache="int8"):
         raise NotOffered(reason)
     longest = max(1, min(LONGEST, subject.max_length - NEW))
     tokens = tokens_of(subject, ROWS, longest, seed=95).tolist()
@@ -647,7 +647,7 @@ def speculation_changes_nothing(subject: Subject) -> Measure:
     greedy. Held to equality where a row's numbers do not depend on the rows read with it.
     """
     model, prompts = _case(subject)
-    if reason := from_model.why_not(model):
+    if reason := native.unavailable(model):
         raise NotOffered(reason)
     stepper, wrong, guessed, right = NativeStepper(model), [], 0, 0
     drafts: dict[str, Stepper | None] = {"from the text": None}
@@ -674,7 +674,7 @@ def kept_prompts_change_nothing(subject: Subject) -> Measure:
     One prompt is kept; then itself is read, and one that begins alike and differs within a page.
     """
     model, prompts = _case(subject)
-    if reason := from_model.why_not(model):
+    if reason := native.unavailable(model):
         raise NotOffered(reason)
     if model.spec.encoder is not None:
         raise NotOffered("prompts are kept for decoders")

@@ -17,7 +17,7 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.data.task import Task
 from glassformer.generation.stepper import HandStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.gpu.derived_step import why_not
+from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.lens.measure.probes import Probes
 from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots
@@ -202,5 +202,5 @@ def engine_stepper(engine: Engine) -> Stepper:
     if isinstance(engine, DistributedEngine):
         return TorchStepper(engine.inner.model) if engine.sharded else engine_stepper(engine.inner)
     assert isinstance(engine, (TorchEngine, Member))
-    cached = engine.device.type == "cpu" or why_not(engine.model.spec)
+    cached = engine.device.type == "cpu" or lacks(engine.model.spec)
     return TorchStepper(engine.model) if cached else RecordedStepper(engine.model)

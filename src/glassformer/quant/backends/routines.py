@@ -380,7 +380,7 @@ class Native:
         """Return the reason why it cannot serve such a matrix; empty if it can."""
         if device.type != "cpu":
             return "runs on the CPU only"
-        return integer.why_not(scheme)
+        return integer.lacks(scheme)
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> NativeForm:
         """Return the run-time form; a head's activations are rounded twice."""

@@ -60,7 +60,7 @@ def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
 
 
 def _caches(stepper: "Stepper") -> bool:
-    from glassformer.generation.fast.native_stepper import NativeStepper
+    from glassformer.generation.native.stepper import NativeStepper
     from glassformer.generation.stepper import TorchStepper
     from glassformer.gpu.recorded_stepper import RecordedStepper
 

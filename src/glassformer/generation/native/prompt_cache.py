@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glassformer.generation.fast.program import PAGE
+from glassformer.generation.native.lowering import PAGE
 from glassformer.kernels import c_library
 from glassformer.kernels.build import digest
 from glassformer.models.model import Model

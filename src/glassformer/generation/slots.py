@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glassformer.costs.estimates import cache_bytes
-from glassformer.generation.fast.native_stepper import NativeStepper
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.models.model import Holder, Model
 from glassformer.models.prompts import Prompts
 from glassformer.models.stepping import Past, Slots, Span, Stepper, wanted_rows

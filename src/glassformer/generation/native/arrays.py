@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.generation.fast.program import (
+from glassformer.generation.native.lowering import (
     BUFFERS,
     LOGITS,
     PAGE,
@@ -288,7 +288,7 @@ class ArrayStepper(RewindingStepper):
 
     def __init__(self, model: ModelSpec, source: Source, *, kv_cache: KVCache = "float") -> None:
         super().__init__(model)
-        if reason := c_library.why_not() or unknown_part(model, kv_cache=kv_cache):
+        if reason := c_library.unavailable() or unknown_part(model, kv_cache=kv_cache):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
         self.kv_cache: KVCache = kv_cache
         self._prepare()

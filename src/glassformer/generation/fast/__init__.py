@@ -1,1 +1,0 @@
-"""The fast decoding step: derived weights, kernels, CUDA graphs."""
