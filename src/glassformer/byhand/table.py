@@ -228,12 +228,7 @@ class Past:
         self._k[:, :, self.length : end] = k_BKTH
         self._v[:, :, self.length : end] = v_BKTH
         self.length = end
-        return self.held()
-
-    def held(self) -> tuple[Array, Array]:
-        """Return views of all so far."""
-        assert self._k is not None and self._v is not None
-        return self._k[:, :, : self.length], self._v[:, :, : self.length]
+        return self._k[:, :, :end], self._v[:, :, :end]
 
     def reorder(self, rows_B: Array) -> None:
         """Make row b what row rows_B[b] was."""
