@@ -18,7 +18,7 @@ from bench.budget import row
 from glassformer.budget.design import solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import WISHES, Budget
-from glassformer.budget.regions import SearchStopped
+from glassformer.budget.search import SearchStopped
 from glassformer.spec.errors import GlassError, InputError
 
 SEED = 6

@@ -114,14 +114,14 @@ def answer_is_there_and_best(budget):
     if found is None:
         return
     sizes = found.frame.sizes(found.n_layers, found.d_ff)
-    ours = [m for m in every if _sizes(m) == sizes]
+    ours = [m for m in every if sizes_of(m) == sizes]
     assert len(ours) == 1
     assert found.frame.count(found.n_layers, found.d_ff) == ours[0].count
     least = min(brute.preference(budget, made) for made in every)
     assert brute.preference(budget, ours[0]) == least
 
 
-def _sizes(made):
+def sizes_of(made):
     return Sizes(
         d_model=made.d_model,
         n_heads=made.n_heads,

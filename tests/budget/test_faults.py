@@ -16,7 +16,7 @@ from glassformer.costs.parameter_table import format_allocation
 from glassformer.spec.errors import GlassError
 from glassformer.spec.presets import budget_lm
 from glassformer.spec.train import SGD, AdamW, Muon
-from tests.budget import test_budget, test_limited_search, test_regions
+from tests.budget import test_budget, test_limited_search
 from tests.costs import test_estimates
 from tests.planting import Binary, Constant, Fault, If, Unary, mutate, planted
 
@@ -155,17 +155,13 @@ def certified() -> None:
         test_limited_search.limited_certificate_is_true(budget, most)
 
 
-def dives() -> None:
+def runs() -> None:
     @settings(SEARCHED, max_examples=100)
     @given(test_budget.small_budgets())
     def search(budget):
-        test_limited_search.dives_lose_none(budget)
+        test_limited_search.runs_are_every_design(budget)
 
     search()
-
-
-def runs() -> None:
-    test_regions.test_runs_are_every_allowed_pair_once()
 
 
 def sparse() -> None:
@@ -229,7 +225,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "limited": limited,
     "efforts": efforts,
     "certified": certified,
-    "dives": dives,
     "runs": runs,
     "sparse": sparse,
     "residues": residues,

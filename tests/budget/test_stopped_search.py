@@ -4,8 +4,7 @@ import pytest
 
 from glassformer.budget.design import neighbour, solve
 from glassformer.budget.question import Budget
-from glassformer.budget.regions import Effort, SearchStopped
-from glassformer.budget.search import Search
+from glassformer.budget.search import Effort, Search, SearchStopped
 
 LONG = Budget(shape="classic", vocab=256, params=10**9, heads="any", rank="any")
 

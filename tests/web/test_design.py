@@ -209,13 +209,17 @@ def test_a_search_is_given_up_when_the_time_is_over(monkeypatch: pytest.MonkeyPa
     assert any(line.get("late") for line in lines[1:])
 
 
-def test_what_is_not_proven_is_shown_and_what_is_undecided_told() -> None:
+def test_what_is_not_proven_is_shown_and_what_is_undecided_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert asked()["not_proven"] == []
-    open_ended = {"params": 270_609_239, "vocab": 1997, "tolerance": 1e-6, "heads": 1}
-    open_ended |= {"length": 44_223, "norm": "rmsnorm", "embedding_ratio": 0.001, "kv_heads": 1}
-    open_ended |= {"exact_ratio": "true", "glu_expansion": 1, "ffn_multiple": 11, "rank": "any"}
-    open_ended |= {"min_aspect": 0.1, "max_aspect": 40}
+    monkeypatch.setitem(page.MOST, "params", 10**10)
+    open_ended = {"params": 9_000_000_007, "vocab": 3, "tolerance": 1e-10, "heads": 7}
+    open_ended |= {"length": 11_131, "norm": "rmsnorm", "bias": "all", "shape": "classic"}
+    open_ended |= {"glu_expansion": 2.7, "glu_within": 1e-4, "rank": "any"}
     with pytest.raises(InputError, match="did not rule one out") as caught:
         asked(**open_ended)
-    assert caught.value.hint.startswith("the command can search on: glass design --params 27060923")
+    assert caught.value.hint.startswith(
+        "the command can search on: glass design --params 900000000"
+    )
     assert caught.value.hint.endswith(" --thorough")

@@ -3,16 +3,13 @@
 A tensor's size is a product of dimensions, so the count of a part is at most linear in each of
 them. Counting a part by the manifest with every dimension at 1 and at 2 therefore determines its
 count at all sizes exactly (`Law`): no second formula can disagree with the manifest.
-
-The same products decide remainders: if every width is even, no count is odd, at any depth.
-`can_count` refuses an exact total on these grounds without a search.
 """
 
 import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from glassformer.budget.question import (
@@ -28,8 +25,6 @@ from glassformer.spec.manifest import Parameter, block_parameters, manifest
 
 #: With any number of heads: the preferred head width where all have the same count.
 HABITUAL_HEAD = 64
-#: Remainders are compared for these divisors.
-MODULI = (2, 4, 8)
 
 
 class Law:
@@ -70,11 +65,6 @@ class Law:
         law = copy.copy(self)
         law.sizes, law._terms = free, [(term, own) for own, term in terms.items() if term]
         return law
-
-    @property
-    def is_divisible(self) -> bool:
-        """True if every count is a multiple of the first size."""
-        return all(0 in own for _, own in self._terms)
 
 
 @functools.lru_cache(maxsize=64)
@@ -205,29 +195,19 @@ class Widths:
         """Count the parameters of one block."""
         return self._block.at(d_model, n_heads // self._groups, d_head, d_ff)
 
-    def remainder(self) -> int | None:
-        """Return the remainder of every count divided by its d_model, if all have the same."""
-        if not self._block.is_divisible or self.budget.rank == "any":
-            return None
-        return self.outside(0, self.fixed_rank)
-
     def least_count(self, d_model: int) -> int:
         """Return a lower bound of the count of every model at least this wide."""
-        budget = self.budget
-        block = self.block(d_model, *self._least_heads(d_model), budget.ffn_step)
-        return self.outside(d_model, self.fixed_rank or 1) + budget.min_layers * block
+        smallest = self.smallest(d_model)
+        return smallest.count(self.budget.min_layers, self.budget.ffn_step)
 
-    def within(self, most: int) -> range:
-        """Return the widths at which a model of at most `most` parameters is possible."""
+    def up_to(self, fits: Callable[[int], bool]) -> range:
+        """Return the widths up to the last one that fits, where none does that is wider."""
         low, high = 0, 1
-        while self.least_count(high * self.step) <= most:
+        while fits(high * self.step):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.least_count(middle * self.step) <= most:
-                low = middle
-            else:
-                high = middle
+            low, high = (middle, high) if fits(middle * self.step) else (low, middle)
         # With any number of heads, every group of them needs one: narrower widths have none.
         is_grouped = self.budget.heads == "any" and self._groups > 1
         narrowest = self._groups * HEAD_WIDTHS[0] if is_grouped else 1
@@ -263,33 +243,18 @@ class Widths:
         """Return the least and the largest rank of this width."""
         return (1, d_model) if self.budget.rank == "any" else (self.fixed_rank, self.fixed_rank)
 
-    def smallest(self, d_model: int, rank: int | None) -> Frame:
-        """Return a frame that no frame at least this wide and of at least this rank undercuts."""
-        return self.frame(d_model, self._least_heads(d_model), rank)
-
-    def largest(self, d_model: int, rank: int | None) -> Frame:
-        """Return a frame that no frame at most this wide and of at most this rank exceeds."""
-        return self.frame(d_model, self._most_heads(d_model), rank)
-
-    def _least_heads(self, d_model: int) -> tuple[int, int]:
+    def smallest(self, d_model: int) -> Frame:
+        """Return a frame that no frame at least this wide undercuts."""
         budget, groups = self.budget, self._groups
-        if budget.heads == "any":
-            if budget.kv_heads is None:  # all choices of heads have the same count
-                return 1, d_model
+        if budget.heads != "any":
+            slack = HEAD_SLACK if budget.free_head_width else 0
+            heads = budget.heads, max(1, d_model // budget.heads - slack)
+        elif budget.kv_heads is None:  # all choices of heads have the same count
+            heads = 1, d_model
+        else:
             d_head = min(HEAD_WIDTHS[0], d_model)
-            return groups * max(1, d_model // (d_head * groups)), d_head
-        slack = HEAD_SLACK if budget.free_head_width else 0
-        return budget.heads, max(1, d_model // budget.heads - slack)
-
-    def _most_heads(self, d_model: int) -> tuple[int, int]:
-        budget, groups = self.budget, self._groups
-        if budget.heads == "any":
-            if budget.kv_heads is None:
-                return 1, d_model
-            d_head = max(1, min(HEAD_WIDTHS[1], d_model // groups))
-            return groups * -(-d_model // (d_head * groups)), d_head
-        slack = HEAD_SLACK if budget.free_head_width else 0
-        return budget.heads, d_model // budget.heads + slack
+            heads = groups * max(1, d_model // (d_head * groups)), d_head
+        return self.frame(d_model, heads, self.ranks(d_model)[0])
 
 
 def width_step(budget: Budget) -> int:
@@ -326,54 +291,3 @@ def _any_heads(d_model: int, groups: int, step: int) -> tuple[tuple[int, int], .
         for h in range(least, min(most, d_model) + 1)
         if d_model % h == 0 and h % step == 0 and d_model // h % groups == 0
     )
-
-
-# --- remainders ---------------------------------------------------------------------------------
-
-
-def can_count(widths: Widths, *, low: int, high: int) -> bool:
-    """Return False only if no design of any size has a count from `low` to `high`.
-
-    A remainder of a product depends on the remainders of its factors alone, so letting every size
-    run through all of its remainders reaches every remainder that a count can have.
-    """
-    for modulus in MODULI:
-        if high - low + 1 < modulus:
-            wanted = {count % modulus for count in range(low, high + 1)}
-            if not any(left in wanted for left in _remainders(widths, modulus)):
-                return False
-    return True
-
-
-def _remainders(widths: Widths, modulus: int) -> Iterator[int]:
-    """Yield every remainder that counts have, each at least once."""
-    budget, every = widths.budget, range(modulus)
-    # A rank with remainder 0 is represented by the modulus itself: no rank is 0.
-    ranks = range(1, modulus + 1) if budget.rank == "any" else (widths.fixed_rank,)
-    for d_model, n_heads, d_head in _head_remainders(widths, modulus):
-        outside = {widths.outside(d_model, rank) % modulus for rank in ranks}
-        blocks = {
-            widths.block(d_model, n_heads, d_head, budget.ffn_step * f) % modulus for f in every
-        }
-        inside = {n_layers * block % modulus for n_layers in every for block in blocks}
-        yield from {(out + within) % modulus for out in outside for within in inside}
-
-
-def _head_remainders(widths: Widths, modulus: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (d_model, n_heads, d_head) for every combination of their remainders."""
-    budget, step = widths.budget, widths.step
-    groups = budget.kv_heads or 1
-    d_heads = range(0, budget.head_step * modulus, budget.head_step)
-    for d_model in range(0, step * modulus, step):
-        if budget.heads == "any" and budget.kv_heads is None:
-            yield d_model, 1, d_model  # all choices of heads have the same count
-        elif budget.heads == "any":
-            for each in range(modulus):
-                for d_head in d_heads:
-                    if (groups * each * d_head - d_model) % modulus == 0:
-                        yield d_model, groups * each, d_head
-        elif budget.free_head_width:
-            for d_head in d_heads:
-                yield d_model, budget.heads, d_head
-        else:
-            yield d_model, budget.heads, d_model // budget.heads

@@ -20,8 +20,7 @@ from glassformer.budget.infeasible import (
     undecided,
 )
 from glassformer.budget.question import Budget, build_spec
-from glassformer.budget.regions import Effort, Stop
-from glassformer.budget.search import GLU_UNIT, RATIO_UNIT, Found, Search
+from glassformer.budget.search import GLU_UNIT, RATIO_UNIT, Effort, Found, Search, Stop
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import active, manifest
 from glassformer.spec.schemes import Int4

@@ -18,8 +18,7 @@ from typing import Any, Literal, assert_never
 
 from glassformer.budget.counting import Widths, heads_of
 from glassformer.budget.question import WISHES, Budget, Wish
-from glassformer.budget.regions import Effort
-from glassformer.budget.search import Found, Search
+from glassformer.budget.search import Effort, Found, Search
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import CheckFailed, InputError, MachineError
 from glassformer.spec.model import Learned

@@ -1,30 +1,86 @@
-"""Best-first branch and bound: among all designs that keep the hard limits, the best one.
+"""A grid over width, rank and depth, a closed form for d_ff: of all designs the best one.
 
-Hard limits are the count, limits on ratio and expansion, depth and aspect. `Ordering` compares what
-is left by a key: both wishes nearly met (ratio within a point, expansion within 5 %); least drift
-from the wishes, in levels; the most usual shape; multiples that hardware likes; then exact drift,
-distance from the total, and the sizes themselves, so that no two designs tie.
+A width with its heads and rank (a `Frame`) and a depth leave one number open, d_ff, and the total
+is linear in it: so what the limits allow there is a range, exactly, and the wishes name the few
+members worth comparing. `Limits` turns the hard limits into such ranges, in integers. `Ordering`
+compares what is left by a key: both wishes nearly met (ratio within a point, expansion within 5 %);
+least drift from the wishes, in levels; the most usual shape; multiples that hardware likes; then
+exact drift, distance from the total, and the sizes themselves, so that no two designs tie.
 
-Regions are opened in the order of the lower bounds of their keys, so a search ends when its best
-design is better than the bound of every unopened region; then the result is proven. If the effort
-is spent before, the result is the best so far and `is_proven` is False.
+A search looks at some widths first, each at the depth that its wishes ask for. What is found there
+narrows the grid: a depth that drifts further, or is less usual, is left out unseen. Then it goes
+through the rest, every width and every depth that is left, so its answer is the best of all.
+
+`Effort` limits a search. Evaluations are counted rather than timed, so the same budget gives the
+same answer on every machine. If the effort is spent before the end, the result is the best so far
+and `is_proven` is False. A caller with a deadline passes `stop`; this package reads no clock.
 """
 
-import heapq
-import itertools
+import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, assert_never
 
-from glassformer.budget.counting import HABITUAL_HEAD, Frame, Widths
-from glassformer.budget.question import Budget
-from glassformer.budget.regions import Effort, Limits, Region, Regions
+from glassformer.budget.counting import HABITUAL_HEAD, Frame, Widths, heads_of
+from glassformer.budget.question import MOST_LAYERS, Budget, Wish
+from glassformer.spec.errors import MachineError
+
+Stop = Callable[[], bool]
+
+
+class SearchStopped(MachineError):
+    """The caller's `stop` ended a search before it had a result."""
+
+
+class Effort:
+    """The evaluations left to one search or several; unlimited by default.
+
+    One is about ten microseconds. A share has a limit of its own, and what it spends is also
+    charged to the effort it came from.
+    """
+
+    __slots__ = ("_parent", "_stop", "left", "spent")
+
+    def __init__(
+        self,
+        limit: float = math.inf,
+        *,
+        parent: "Effort | None" = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self.left: float = limit if parent is None else min(limit, parent.left)
+        self.spent = 0
+        self._parent = parent
+        self._stop: Stop | None = stop if parent is None else parent._stop
+
+    def share(self, parts: int) -> "Effort":
+        """Return one of `parts` equal shares of what is left."""
+        return Effort(self.left if self.left == math.inf else self.left // parts, parent=self)
+
+    def spend(self, evaluations: int) -> None:
+        """Charge this effort and its parents; raise `SearchStopped` if the caller says stop."""
+        effort: Effort | None = self
+        while effort is not None:
+            effort.spent += evaluations
+            effort.left -= evaluations
+            effort = effort._parent
+        if self._stop is not None and self._stop():
+            raise SearchStopped("the search was stopped before it had a result")
+
+    @property
+    def is_spent(self) -> bool:
+        """True once no evaluation is left."""
+        return self.left <= 0
+
+
+# --- the order of designs -----------------------------------------------------------------------
 
 #: One unit of drift: a point of the embedding ratio, or 5 % of the expansion.
 RATIO_UNIT, GLU_UNIT = 0.01, 0.05
 #: The usual d_model / n_layers (256 wide and 8 deep, 128 and 4), and the usual expansion.
 ASPECT, EXPANSION = 32.0, 8 / 3
-
 #: Allowance for rounding errors in a bound.
 SLACK = 1e-9
 #: The lowest level of drift: up to a quarter of a unit.
@@ -33,8 +89,10 @@ LEAST = 1
 FARTHEST = 1e300
 
 Key = tuple[float, ...]
-#: Index of the level and of the exact drift in a key.
-LEVEL, DRIFT = 1, 4
+#: What is compared before the key.
+Goal = Literal["nearest to the wishes", "deepest", "widest"]
+#: Index of the level, of the shape and of the exact drift in a key.
+LEVEL, SHAPE, DRIFT = 1, 2, 4
 
 
 def level(units: float) -> int:
@@ -47,11 +105,9 @@ def level(units: float) -> int:
     return 4 + math.ceil(math.log(min(units, FARTHEST), 1.1) - 1e-9)
 
 
-def least_drift(level: float) -> float:
-    """Return the lower bound of all drifts of this level."""
-    if level <= LEAST:
-        return 0.0
-    return (level - 1) / 4 if level <= 4 else float(1.1 ** (level - 5))
+def most_drift(level: float) -> float:
+    """Return the upper bound of all drifts of this level."""
+    return (level / 4 if level <= 4 else float(1.1 ** min(level - 4, 7000))) * (1 + SLACK) + SLACK
 
 
 class Ordering:
@@ -70,239 +126,276 @@ class Ordering:
     def key(self, frame: Frame, n_layers: int, d_ff: int) -> Key:
         """Return the key of a design; the smallest is the best."""
         ratio = glu = 0.0
+        count = frame.outside + n_layers * (frame.base + frame.column * d_ff)
         if self.ratio is not None:
-            share = frame.covered / frame.count(n_layers, d_ff)
-            ratio = abs(share - self.ratio) / RATIO_UNIT
+            ratio = abs(frame.covered / count - self.ratio) / RATIO_UNIT
         if self.glu is not None:
             glu = abs(d_ff / (self.glu * frame.d_model) - 1.0) / GLU_UNIT
         sizes = (frame.d_model, d_ff, frame.d_head)
+        away = self.unusual(frame) + abs(math.log2(frame.d_model / n_layers / ASPECT))
+        if self.glu is None:
+            away += abs(math.log2(d_ff / frame.d_model / EXPANSION))
         return (
             float(max(ratio, glu) > 1.0),
             level(ratio + glu),
-            self._shape(frame, n_layers, d_ff),
+            math.ceil(2 * away - 1e-9),
             sum(map(_unfriendly, sizes)),
             round(ratio + glu, 9),
-            abs(2 * frame.count(n_layers, d_ff) - self.low - self.high),
+            abs(2 * count - self.low - self.high),
             n_layers,
             *sizes,
             frame.n_heads,
             frame.rank or 0,
         )
 
-    def _shape(self, frame: Frame, n_layers: int, d_ff: int) -> int:
-        """Return how unusual the shape is, in half powers of two.
-
-        Counted are the aspect, and a head width or expansion that was left free.
-        """
-        away = abs(math.log2(frame.d_model / n_layers / ASPECT))
+    def unusual(self, frame: Frame) -> float:
+        """Return how unusual heads are that were left free, in powers of two."""
+        away = 0.0
         if self.budget.free_head_width:
             away += abs(math.log2(frame.n_heads * frame.d_head / frame.d_model))
         if self.budget.heads == "any":
             away += abs(math.log2(frame.d_head / HABITUAL_HEAD))
-        if self.glu is None:
-            away += abs(math.log2(d_ff / frame.d_model / EXPANSION))
-        return math.ceil(2 * away - 1e-9)
+        return away
 
-    # --- lower bounds -----------------------------------------------------------------------------
+    def unfriendly(self, frame: Frame) -> int:
+        """Return how far width and heads are from the multiples that hardware likes."""
+        return _unfriendly(frame.d_model) + _unfriendly(frame.d_head)
 
-    def bound(self, region: Region) -> Key:
-        """Return a lower bound of the first five entries of every key in a region."""
-        small, large = region.small, region.large
-        low, high = region.least, region.most
-        ratio = glu = 0.0
-        if self.ratio is not None:
-            away = max(small.covered / high - self.ratio, self.ratio - large.covered / low)
-            ratio = max(0.0, away / RATIO_UNIT)
-        if self.glu is not None:
-            glu = self._glu_drift(region, low, high)
-        both = ratio + glu
-        if self.ratio is not None and self.glu is not None:
-            both = max(both, self._both_drifts(region, low, high))
-        unfriendly, exact = self._least_unfriendly(region), both
-        if self.glu is not None and region.one_width and region.shallow == region.deep:
-            more, drift = self._friendly_drift(region, low, high)
-            unfriendly, exact = unfriendly + more, max(both, drift)
-        return (
-            float(max(ratio, glu) > 1.0 + SLACK),
-            level(_rounded_down(both)),
-            self._least_shape(region, low, high),
-            unfriendly,
-            round(_rounded_down(exact), 9),
-        )
-
-    def _expansions(self, region: Region, low: float, high: float) -> tuple[float, float]:
-        """Return the range of expansions of designs with counts from `low` to `high`."""
-        small, large, allowed = region.small, region.large, region.allowed
-        least = ((low - large.outside) / region.deep - large.base) / large.column
-        most = ((high - small.outside) / region.shallow - small.base) / small.column
-        if allowed.most_ffn is not None:
-            most = min(most, allowed.most_ffn)
-        return max(least, allowed.least_ffn) / large.d_model, most / small.d_model
-
-    def _glu_drift(self, region: Region, low: float, high: float) -> float:
-        assert self.glu is not None
-        least, most = self._expansions(region, low, high)
-        return max(least / self.glu - 1.0, 1.0 - most / self.glu, 0.0) / GLU_UNIT
-
-    def _both_drifts(self, region: Region, low: float, high: float) -> float:
-        """Return a lower bound of the sum of both drifts, which depend on the same count.
-
-        As a function of the count, the sum is concave or monotone between its break points, so its
-        minimum is at one of them. The exception is a range where the ratio's drift falls while
-        the expansion's grows: c / count + g * count is least at count = sqrt(c / g).
-        """
-        assert self.ratio is not None and self.glu is not None
-        small, large, glu = region.small, region.large, self.glu
-        growth = glu * large.d_model * region.deep * large.column * GLU_UNIT / RATIO_UNIT
-        turns = [small.covered / self.ratio, large.covered / self.ratio]
-        turns += [low, high, math.sqrt(small.covered * growth)]
-        for d_ff in (glu * small.d_model, region.allowed.most_ffn):
-            if d_ff is not None:
-                turns.append(small.outside + region.shallow * (small.base + small.column * d_ff))
-        for d_ff in (glu * large.d_model, region.allowed.least_ffn):
-            turns.append(large.outside + region.deep * (large.base + large.column * d_ff))
-        least = math.inf
-        for count in turns:
-            if low <= count <= high:
-                ratio = max(small.covered / count - self.ratio, self.ratio - large.covered / count)
-                drift = max(0.0, ratio / RATIO_UNIT) + self._glu_drift(region, count, count)
-                if drift <= 0.0:
-                    return 0.0
-                least = min(least, drift)
-        return least
-
-    def _friendly_drift(self, region: Region, low: int, high: int) -> tuple[int, float]:
-        """Return the lowest `_unfriendly` of a d_ff at one width and depth, and its least drift."""
-        assert self.glu is not None
-        d_model, wished = region.small.d_model, self.glu * region.small.d_model
-        least, most = self._expansions(region, low, high)
-        narrow, wide = math.ceil(least * d_model - 1e-3), math.floor(most * d_model + 1e-3)
-        units = [math.lcm(by, region.allowed.ffn_step) for by in (64, 8, 2, 1)]
-        unfriendly = next((i for i, by in enumerate(units) if wide // by * by >= narrow), None)
-        if unfriendly is None:
-            return 0, math.inf
-        unit = units[unfriendly]
-        below = min(math.floor(wished / unit), wide // unit)
-        above = max(below + 1, -(-narrow // unit))
-        drift = math.inf
-        for first, way in ((below, -1), (above, 1)):
-            for d_ff in range(first * unit, (first + 4 * way) * unit, way * unit):
-                if not narrow <= d_ff <= wide:
-                    break
-                glu = abs(d_ff / wished - 1.0) / GLU_UNIT
-                if glu >= drift:
-                    break
-                drift = min(drift, glu + self._ratio_drift(region, d_ff))
-            else:  # beyond these, the drift of the expansion alone is a bound
-                drift = min(drift, abs((first + 4 * way) * unit / wished - 1.0) / GLU_UNIT)
-        return unfriendly, drift
-
-    def _ratio_drift(self, region: Region, d_ff: int) -> float:
-        """Return the ratio's least drift over all ranks at one width, depth and d_ff."""
+    def ratio_drift(self, least: int, most: int, low: int, high: int) -> float:
+        """Return the least drift of the ratio of so many covered in counts from `low` to `high`."""
         if self.ratio is None:
             return 0.0
-        small, large = region.small, region.large
-        least = small.covered / small.count(region.deep, d_ff)
-        most = large.covered / large.count(region.deep, d_ff)
-        return max(0.0, least - self.ratio, self.ratio - most) / RATIO_UNIT
+        away = max(least / high - self.ratio, self.ratio - most / low, 0.0)
+        return away / RATIO_UNIT * (1 - SLACK)
 
-    def _least_shape(self, region: Region, low: int, high: int) -> int:
-        small, large = region.small, region.large
-        least, most = small.d_model / region.deep / ASPECT, large.d_model / region.shallow / ASPECT
-        away = _outside(least, most)
-        if region.one_width:
-            if self.budget.free_head_width:
-                away += abs(math.log2(small.n_heads * small.d_head / small.d_model))
-            if self.budget.heads == "any":
-                away += abs(math.log2(small.d_head / HABITUAL_HEAD))
-        if self.glu is None:
-            least, most = self._expansions(region, low, high)
-            away += _outside(least / EXPANSION, most / EXPANSION)
-        return math.ceil(2 * away - 2 * SLACK)
+    def at_least(self, frame: Frame, depths: range, drift: float) -> Key:
+        """Return a lower bound of shape, friendliness and drift of the keys at these depths."""
+        usual = frame.d_model / ASPECT
+        near = (_within(depths, math.floor(usual) + i) for i in (0, 1))
+        away = self.unusual(frame) + min(abs(math.log2(usual / n_layers)) for n_layers in near)
+        return math.ceil(2 * away - 1e-9 - SLACK), self.unfriendly(frame), round(drift - SLACK, 9)
 
-    def _least_unfriendly(self, region: Region) -> int:
-        unfriendly = _friendliest(region.small.d_model, region.large.d_model)
-        if region.one_width:
-            unfriendly += _unfriendly(region.small.d_head)
-        return unfriendly
-
-
-def _rounded_down(drift: float) -> float:
-    return max(0.0, drift * (1.0 - SLACK) - SLACK)
-
-
-def _outside(least: float, most: float) -> float:
-    """Return the distance, in powers of two, from 1 to the interval [least, most]."""
-    return max(0.0, math.log2(least), -math.log2(max(most, 1e-300)))
-
-
-def _friendliest(low: int, high: int) -> int:
-    """Return the lowest `_unfriendly` of any size between these."""
-    return next((i for i, by in enumerate((64, 8, 2)) if high // by * by >= low), 3)
+    def bound(self, frame: Frame, n_layers: int, least: int, most: int) -> Key:
+        """Return a lower bound of the first entries of the keys with a d_ff between two."""
+        low, high = frame.count(n_layers, least), frame.count(n_layers, most)
+        ratio, glu = self.ratio_drift(frame.covered, frame.covered, low, high), 0.0
+        away = self.unusual(frame) + abs(math.log2(frame.d_model / n_layers / ASPECT))
+        if self.glu is not None:
+            wished = self.glu * frame.d_model
+            glu = max(least / wished - 1.0, 1.0 - most / wished, 0.0) / GLU_UNIT * (1 - SLACK)
+        else:
+            usual = EXPANSION * frame.d_model
+            away += max(0.0, math.log2(least / usual), -math.log2(most / usual))
+        return (
+            float(max(ratio, glu) > 1.0),
+            level(max(0.0, ratio + glu - SLACK)),
+            math.ceil(2 * away - 1e-9 - SLACK),
+            self.unfriendly(frame),
+            round(ratio + glu - SLACK, 9),
+        )
 
 
 def _unfriendly(size: int) -> int:
     """Return 0 for a multiple of 64, 1 of 8, 2 of 2, and 3 for the rest: what hardware likes."""
-    return next((i for i, by in enumerate((64, 8, 2)) if size % by == 0), 3)
+    return 3 if size % 2 else 2 if size % 8 else 1 if size % 64 else 0
 
 
-#: After this many regions one is followed down to a leaf.
-DIVE = 64
-#: The bound of a region costs this many evaluations.
-BOUND = 2
-#: This many runs of depths or d_ffs are one evaluation; in a search for the nearest count, fewer.
-RUNS, NEAREST_RUNS = 64, 8
+# --- hard limits --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is left at one frame: counts, d_ffs (`most_ffn` None is no limit) and depths."""
+
+    low: int
+    high: int
+    least_ffn: int
+    most_ffn: int | None
+    depths: range
+
+    def ffns(self, frame: Frame, n_layers: int, step: int) -> range:
+        """Return every d_ff that is allowed at this depth, exactly."""
+        fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
+        least = max(self.least_ffn, -((fixed - self.low) // slope))
+        most = (self.high - fixed) // slope
+        if self.most_ffn is not None and self.most_ffn < most:
+            most = self.most_ffn
+        return range(-(-least // step) * step, most + 1, step)
+
+
+class Limits:
+    """The hard limits of a budget between two counts, and what an earlier design makes of them.
+
+    Shares are numerators and denominators of the decimals as they were written, so that limits are
+    exact.
+    """
+
+    def __init__(self, budget: Budget, ordering: Ordering, *, low: int, high: int) -> None:
+        self.budget, self.ordering = budget, ordering
+        self.low, self.high = low, high
+        ratio, within = _decimals(budget.ratio)
+        self._has_ratio = within is not None
+        self._ratio = ratio.as_integer_ratio()
+        self._most_ratio = (ratio + (within or 0)).as_integer_ratio()
+        self._least_ratio = (ratio - (within or 0)).as_integer_ratio()
+        glu, relative = _decimals(budget.expansion)
+        self._has_glu = relative is not None
+        self._glu = glu.as_integer_ratio()
+        self._least_glu = (glu * (1 - (relative or 0))).as_integer_ratio()
+        self._most_glu = (glu * (1 + (relative or 0))).as_integer_ratio()
+        self._min_aspect = Fraction(repr(budget.min_aspect)).as_integer_ratio()
+        self._max_aspect = Fraction(repr(budget.max_aspect or 0.0)).as_integer_ratio()
+
+    def shares(self, best: Key) -> tuple[float, float]:
+        """Return the least and the largest ratio that designs as good as `best` may have."""
+        wish = self.budget.ratio
+        if wish is None:
+            return 0.0, math.inf
+        away = math.inf if wish.within is None else wish.within
+        away = min(away, _reach(best) * RATIO_UNIT) * (1 + SLACK) + SLACK
+        return wish.value - away, wish.value + away
+
+    def window(self, frame: Frame, best: Key, *, to: Frame | None = None) -> Window | None:
+        """Return what the limits leave for designs as good as `best` at one frame, if any is.
+
+        `to`: or at any frame from one to another, of the same width and a higher rank.
+        """
+        large = frame if to is None else to
+        low, high = self._counts(frame, large)
+        least_ffn, most_ffn = self.ffns(frame)
+        away = math.inf
+        ordering = self.ordering
+        if best:
+            reach = _reach(best)
+            if ordering.ratio is not None:
+                least, most = self.shares(best)
+                low = max(low, math.floor(frame.covered / most))
+                high = high if least <= 0.0 else min(high, math.ceil(large.covered / least))
+                if low > high:
+                    return None
+            ratio = ordering.ratio_drift(frame.covered, large.covered, low, high)
+            if ordering.glu is not None:
+                wished, reach = ordering.wished_ffn(frame), (reach - ratio) * GLU_UNIT + SLACK
+                least_ffn = max(least_ffn, math.floor(wished * (1.0 - reach)))
+                widest = math.ceil(wished * (1.0 + min(reach, FARTHEST)))
+                most_ffn = widest if most_ffn is None else min(most_ffn, widest)
+            # Where no level can be lower, no shape may be rarer.
+            is_least = level(max(0.0, ratio - SLACK)) >= best[LEVEL]
+            if is_least and (ratio > 1.0 or not best[0]):
+                is_less_friendly = ordering.unfriendly(frame) > best[SHAPE + 1]
+                away = (best[SHAPE] - is_less_friendly) / 2 - ordering.unusual(frame) + SLACK
+        # A count is what is outside the blocks, and a multiple of what divides block and column.
+        shared = math.gcd(frame.base, frame.column * self.budget.ffn_step)
+        if to is None and high - (high - frame.outside) % shared < low:
+            return None
+        depths = self._depths(frame, large, low, high, least_ffn, most_ffn)
+        if depths and away < math.inf:
+            usual = frame.d_model / ASPECT
+            least, most = math.ceil(usual * 2.0**-away), math.floor(usual * 2.0**away)
+            depths = range(max(depths[0], least), min(depths[-1], most) + 1)
+            if depths and ordering.at_least(frame, depths, ratio) > best[SHAPE : DRIFT + 1]:
+                return None
+        return Window(low, high, least_ffn, most_ffn, depths) if depths else None
+
+    def _counts(self, frame: Frame, large: Frame) -> tuple[int, int]:
+        """Return the counts with which some of the frames keep the limit of the ratio."""
+        low, high = self.low, self.high
+        if self.budget.exact_ratio:  # within half a step of what is covered
+            over, under = self._ratio
+            low = max(low, _ceil_div((2 * frame.covered - large.step) * under, 2 * over))
+            high = min(high, (2 * large.covered + large.step) * under // (2 * over))
+        elif self._has_ratio:
+            over, under = self._most_ratio
+            low = max(low, _ceil_div(frame.covered * under, over))
+            over, under = self._least_ratio
+            if over > 0:
+                high = min(high, large.covered * under // over)
+        return low, high
+
+    def ffns(self, frame: Frame) -> tuple[int, int | None]:
+        """Return the least and the most d_ff that the expansion's limit leaves."""
+        step = self.budget.ffn_step
+        if self.budget.exact_expansion:  # within half a step of d_ff
+            over, under = self._glu
+            twice = 2 * over * frame.d_model
+            least = _ceil_div(twice - step * under, 2 * under)
+            return max(step, least), (twice + step * under) // (2 * under)
+        if not self._has_glu:
+            return step, None
+        over, under = self._least_glu
+        least = _ceil_div(over * frame.d_model, under)
+        over, under = self._most_glu
+        return max(step, least), over * frame.d_model // under
+
+    def _depths(
+        self,
+        frame: Frame,
+        large: Frame,
+        low: int,
+        high: int,
+        least_ffn: int,
+        most_ffn: int | None,
+    ) -> range:
+        """Return the depths that these counts and d_ffs leave, and the limits of depth."""
+        budget, least, step = self.budget, self.budget.min_layers, self.budget.ffn_step
+        if low > high:
+            return range(0)
+        if most_ffn is not None:
+            if most_ffn // step * step < least_ffn:
+                return range(0)
+            layer = frame.base + frame.column * most_ffn
+            least = max(least, _ceil_div(low - large.outside, layer))
+        most = (high - frame.outside) // (frame.base + frame.column * least_ffn)
+        most = min(most, budget.max_layers or MOST_LAYERS)
+        over, under = self._min_aspect
+        if over:
+            most = min(most, frame.d_model * under // over)
+        over, under = self._max_aspect
+        if over:
+            least = max(least, _ceil_div(frame.d_model * under, over))
+        return range(least, most + 1)
+
+
+def _reach(best: Key) -> float:
+    """Return the most that a design as good as `best` may drift, in either wish."""
+    return math.inf if not best else max(most_drift(best[LEVEL]), 2.0 if best[0] else 0.0)
+
+
+def _decimals(wish: Wish | None) -> tuple[Fraction, Fraction | None]:
+    """Return value and limit of a wish as the decimals that were written."""
+    if wish is None:
+        return Fraction(0), None
+    return Fraction(repr(wish.value)), None if wish.within is None else Fraction(repr(wish.within))
+
+
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _first(goal: Goal, n_layers: int, d_model: int) -> float:
+    match goal:
+        case "nearest to the wishes":
+            return 0.0
+        case "deepest":
+            return -n_layers
+        case "widest":
+            return -d_model
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+# --- the search ---------------------------------------------------------------------------------
+
+#: So many widths are looked at first, then so many around the best of them, and so on.
+SAMPLED = 48
+#: So many depths are one evaluation.
+DEPTHS = 4
 #: Up to this many values of d_ff are all compared; of more, those where the key turns.
 FEW = 64
 #: Multiples of d_ff that are tried next to such a turn.
 FRIENDLY = (1, 8, 64)
 
-#: Compared before the key: the least value up to a depth and a width.
-First = Callable[[int, int], float]
-Entry = tuple[Key, int, Region]
-
-
-class Frontier:
-    """The unopened regions of a search, by lower bound.
-
-    Now and then one is followed down to its end, always into its most promising part: a design that
-    is found early prunes regions, and is there if the search has to stop.
-    """
-
-    def __init__(self, bound: Callable[[Region], Key]) -> None:
-        self._bound = bound
-        self._heap: list[Entry] = []
-        self._order = itertools.count(0, -1)  # of two equal bounds the later, which is smaller
-        self._turn = itertools.count(1)
-        self._dives = False
-        self._ahead: Entry | None = None
-
-    def push(self, parts: Iterable[Region], *, best: Key) -> None:
-        """Add the parts of the last region that may hold a design as good as `best`."""
-        bounds = ((self._bound(region), next(self._order), region) for region in parts)
-        entries = [entry for entry in bounds if entry[0] <= best]
-        if self._dives and entries:
-            self._ahead = min(entries)
-            entries.remove(self._ahead)
-        for entry in entries:
-            heapq.heappush(self._heap, entry)
-
-    def is_done(self, best: Key) -> bool:
-        """Return True if no unopened region may hold a design as good as `best`."""
-        return self._ahead is None and not (self._heap and self._heap[0][0] <= best)
-
-    def pop(self) -> Region:
-        """Return the next region to open."""
-        entry, self._ahead = self._ahead, None
-        if entry is None:
-            self._dives = next(self._turn) % DIVE == 0
-            entry = heapq.heappop(self._heap)
-        return entry[2]
-
-    def bounds(self, best: Key) -> Iterator[Key]:
-        """Yield the lower bounds of the unopened regions that may match `best`."""
-        entries = self._heap if self._ahead is None else [self._ahead, *self._heap]
-        return (bound for bound, _, _ in entries if bound <= best)
+Choices = Callable[[Frame, int, range], Iterator[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +421,7 @@ class Found:
 class Search:
     """A search through the designs of a budget, between its own bounds or other counts.
 
-    After a search that is not proven, `least` is a lower bound of what was left unopened: of the
-    drift, or of the distance in a search for the nearest count.
+    After a search that is not proven, `least` is a lower bound of the drift of all designs.
     """
 
     def __init__(
@@ -356,67 +448,197 @@ class Search:
         """The number of evaluations so far."""
         return self.effort.spent - self._begun
 
-    def _regions(self) -> Regions:
-        limits = Limits(self.budget, low=self.low, high=self.high)
-        return Regions(self.widths, limits, self.effort)
+    def _limits(self) -> Limits:
+        return Limits(self.budget, self.ordering, low=self.low, high=self.high)
+
+    # --- the grid -----------------------------------------------------------------------------
+
+    def _widths(self, limits: Limits, best: Key, *, min_layers: int = 1) -> range:
+        """Return the widths at which a design as good as `best` is possible, at so many layers."""
+        budget, free, widths = self.budget, self.budget.rank == "any", self.widths
+        aspect = budget.max_aspect or math.inf
+        least, most = limits.shares(best)
+        if self.ordering.ratio is not None and budget.exact_ratio:
+            least = most = self.ordering.ratio  # half a step away, at most: the next width
+        next_width = 2 * widths.step if budget.exact_ratio else 0
+
+        def fits(d_model: int) -> bool:
+            """Return True if the smallest model of this width has few parameters enough."""
+            frame, high = widths.smallest(d_model), limits.high
+            layers = max(budget.min_layers, min_layers, math.floor(d_model / aspect))
+            if least > 0.0 and not free:  # what is covered grows less than a layer does
+                covered = widths.covered(d_model + next_width, frame.rank)
+                high = min(high, math.ceil(covered / least))
+            return frame.count(layers, limits.ffns(frame)[0]) <= high
+
+        def covered(d_model: int) -> int:  # the most that any rank covers
+            return widths.covered(d_model, d_model if free else widths.fixed_rank)
+
+        found = widths.up_to(fits)
+        if best and found and level(self._least_drift(found)) >= best[LEVEL]:
+            # No drift is less, so no shape may be rarer.
+            aspect = min(aspect, ASPECT * 2.0 ** (best[SHAPE] / 2 + SLACK))
+            found = widths.up_to(fits)
+        begin = bisect.bisect_left(found, least * limits.low, key=covered)
+        end = len(found)
+        if not free and most < math.inf:
+            end = bisect.bisect_right(found, most * limits.high, key=covered)
+        return found[max(0, begin - 1) : end + 1]
+
+    def _samples(self, widths: range, nearest: Callable[[], Found | None]) -> Iterator[int]:
+        """Yield widths, evenly on a logarithmic scale, then some around the best, and so on."""
+        while True:
+            growth = max(1.0, len(widths) ** (1 / SAMPLED))
+            chosen = sorted({round(growth**i) - 1 for i in range(SAMPLED + 1)})
+            if len(widths) <= SAMPLED:
+                chosen = list(range(len(widths)))
+            yield from (widths[i] for i in chosen)
+            found = nearest()
+            if len(widths) <= SAMPLED or found is None or found.frame.d_model not in widths:
+                return
+            at = bisect.bisect_left(chosen, widths.index(found.frame.d_model))
+            widths = widths[chosen[max(0, at - 1)] : chosen[min(at + 1, len(chosen) - 1)] + 1]
+
+    def _frames(
+        self, widths: Iterable[int], limits: Limits, best: Callable[[], Key]
+    ) -> Iterator[Frame]:
+        """Yield every frame of these widths that may have a design as good as the best so far."""
+        for d_model in widths:
+            for heads in heads_of(self.budget, d_model):
+                least, most = self.widths.ranks(d_model)
+                small = self.widths.frame(d_model, heads, least)
+                large = small if least == most else self.widths.frame(d_model, heads, most)
+                yield from self._between(small, large, limits, best)
+                if not self.is_proven:
+                    return
+
+    def _between(
+        self, small: Frame, large: Frame, limits: Limits, best: Callable[[], Key]
+    ) -> Iterator[Frame]:
+        """Yield the frames of all ranks between two, those nearer to the wish first."""
+        if self.effort.is_spent:
+            self.is_proven = False
+            return
+        self.effort.spend(1)
+        if small is large:
+            yield small
+        elif limits.window(small, best(), to=large) is not None:
+            assert small.rank is not None and large.rank is not None
+            middle = (small.rank + large.rank) // 2
+            below = small if middle == small.rank else self._with_rank(small, middle)
+            above = large if middle + 1 == large.rank else self._with_rank(small, middle + 1)
+            wished = (self.ordering.ratio or 0.0) * (self.low + self.high) / 2
+            halves = [(small, below), (above, large)]
+            for half in halves if below.covered >= wished else halves[::-1]:
+                yield from self._between(*half, limits, best)
+
+    def _with_rank(self, frame: Frame, rank: int) -> Frame:
+        return self.widths.frame(frame.d_model, (frame.n_heads, frame.d_head), rank)
+
+    def _each(self, depths: Iterable[int]) -> Iterator[int]:
+        """Yield depths while there is effort left."""
+        for i, n_layers in enumerate(depths):
+            if not i % DEPTHS:
+                if i and self.effort.is_spent:
+                    self.is_proven = False
+                    return
+                self.effort.spend(1)
+            yield n_layers
 
     # --- the best design --------------------------------------------------------------------------
 
     def best(self, *, than: Found | None = None) -> Found | None:
         """Return the design with the least key, or `than` if none has a smaller one."""
-        return self._least(lambda deep, wide: 0.0, self._choices, found=than)
+        return self._least("nearest to the wishes", self._choices, found=than)
 
     def deepest(self) -> Found | None:
         """Return the design with the most layers, then the least key."""
-        return self._least(lambda deep, wide: -deep, self._few)
+        return self._least("deepest", self._few)
 
     def widest(self) -> Found | None:
         """Return the design with the largest d_model, then the least key."""
-        return self._least(lambda deep, wide: -wide, self._few)
+        return self._least("widest", self._few)
 
-    def _least(
-        self,
-        first: First,
-        choices: Callable[[Frame, int, range], Iterator[int]],
-        *,
-        found: Found | None = None,
-    ) -> Found | None:
-        regions, ordering = self._regions(), self.ordering
+    def _least(self, goal: Goal, choices: Choices, *, found: Found | None = None) -> Found | None:
+        limits, step = self._limits(), self.budget.ffn_step
         best: Key = (math.inf,) if found is None else (0.0, *found.key)
 
-        def bound(region: Region) -> Key:
-            self.effort.spend(BOUND)
-            return (first(region.deep, region.large.d_model), *ordering.bound(region))
+        def narrowing() -> Key:
+            return best[1:] if best[0] == 0.0 else ()
 
-        frontier = Frontier(bound)
-        frontier.push(regions.every_design(), best=best)
-        while not frontier.is_done(best):
-            if self.effort.is_spent:
-                self.is_proven = False
-                self.least = least_drift(min(bound[1 + LEVEL] for bound in frontier.bounds(best)))
-                break
-            region = frontier.pop()
-            if not region.is_leaf and not region.is_tight:
-                frontier.push(regions.split(region), best=best)
-                continue
-            frame = region.small
-            allowed = regions.limits.allowed(frame, frame)  # every d_ff, not a part of them
-            full = Region(frame, frame, region.shallow, region.deep, allowed, one_width=True)
-            for n_layers, d_ffs in self._enumerated(full):
-                at_depth = first(n_layers, frame.d_model)
+        def compare(frame: Frame, window: Window, depths: Iterable[int]) -> None:
+            nonlocal best, found
+            for n_layers in self._each(depths):
+                first = _first(goal, n_layers, frame.d_model)
+                if first > best[0]:
+                    break
+                d_ffs = window.ffns(frame, n_layers, step)
+                if not d_ffs:
+                    continue
+                if (first, *self.ordering.bound(frame, n_layers, d_ffs[0], d_ffs[-1])) > best:
+                    continue
                 for d_ff in choices(frame, n_layers, d_ffs):
-                    self.effort.spend(1)
-                    key = (at_depth, *ordering.key(frame, n_layers, d_ff))
+                    key = (first, *self.ordering.key(frame, n_layers, d_ff))
                     if key < best:
                         best, found = key, Found(key[1:], frame, n_layers, d_ff)
+
+        widths = self._widths(limits, narrowing())
+        for d_model in self._samples(widths, lambda: found):
+            if self.effort.is_spent:
+                break
+            for heads in heads_of(self.budget, d_model):
+                self.effort.spend(1)
+                frame = self.widths.frame(d_model, heads, self._wished_rank(d_model))
+                window = limits.window(frame, ())
+                if window is not None:
+                    compare(frame, window, self._wished_depths(frame, window))
+        min_layers = max(1, -int(max(best[0], -FARTHEST))) if goal == "deepest" and found else 1
+        rest: Sequence[int] = self._widths(limits, narrowing(), min_layers=min_layers)
+        if goal == "widest":
+            rest = rest[::-1]
+        elif found is not None:  # what is most like it first
+            width = found.frame.d_model
+            rest = sorted(rest, key=lambda d_model: abs(width - d_model))
+        for frame in self._frames(rest, limits, narrowing):
+            if goal == "widest" and -frame.d_model > best[0]:
+                break
+            near = limits.window(frame, narrowing())
+            window = None if near is None else limits.window(frame, ())
+            if near is not None and window is not None:  # every d_ff, at depths that may be as good
+                compare(frame, window, near.depths[::-1])
+        if not self.is_proven:
+            self.least = self._least_drift(widths)
         return found
 
-    def _enumerated(self, region: Region) -> Iterator[tuple[int, range]]:
-        """Yield each depth of a single frame with every d_ff that is allowed there."""
-        self.effort.spend(1 + min(len(region.depths), len(region.d_ffs)) // RUNS)
-        for depths, d_ffs in region.runs():
-            for n_layers in depths:
-                yield n_layers, d_ffs
+    def _least_drift(self, widths: range) -> float:
+        """Return a lower bound of the drift of every design of these widths."""
+        fixed, free = self.widths.fixed_rank, self.budget.rank == "any"
+        least = self.widths.covered(widths[0], 1 if free else fixed)
+        most = self.widths.covered(widths[-1], widths[-1] if free else fixed)
+        wish = self.ordering.ratio
+        if wish is None:
+            return 0.0
+        away = max(0.0, least / self.high - wish, wish - most / self.low)
+        return away / RATIO_UNIT * (1 - SLACK)
+
+    def _wished_rank(self, d_model: int) -> int | None:
+        """Return the rank whose ratio is the wished one, as nearly as the width allows."""
+        if self.budget.rank != "any":
+            return self.widths.fixed_rank
+        one, two = self.widths.covered(d_model, 1), self.widths.covered(d_model, 2)
+        wished = (self.ordering.ratio or 0.0) * (self.low + self.high) / 2
+        return min(d_model, max(1, 1 + round((wished - one) / (two - one))))
+
+    def _wished_depths(self, frame: Frame, window: Window) -> Iterator[int]:
+        """Yield the depths around those of the wishes, and of a usual shape."""
+        depths = window.depths
+        each = frame.base + frame.column * self.ordering.wished_ffn(frame)
+        wished = ((self.low + self.high) / 2 - frame.outside) / each
+        seen = set()
+        for near in (wished, frame.d_model / ASPECT):
+            for n_layers in (math.floor(near), math.floor(near) + 1):
+                seen.add(min(max(n_layers, depths[0]), depths[-1]))
+        yield from sorted(seen, reverse=True)
 
     def _choices(self, frame: Frame, n_layers: int, d_ffs: range) -> Iterator[int]:
         """Yield every d_ff if they are few, otherwise those where the key turns."""
@@ -429,8 +651,6 @@ class Search:
         self, frame: Frame, n_layers: int, d_ffs: range, friendly: tuple[int, ...]
     ) -> Iterator[int]:
         """Yield the ends, the d_ffs that meet a wish or the total, and multiples nearby."""
-        if not d_ffs:
-            return
         fixed, slope = frame.outside + n_layers * frame.base, n_layers * frame.column
         turns = [((self.low + self.high) / 2 - fixed) / slope, float(d_ffs[0]), float(d_ffs[-1])]
         turns.append(self.ordering.wished_ffn(frame))
@@ -453,20 +673,10 @@ class Search:
 
     def first(self) -> Found | None:
         """Return any design that keeps every limit."""
-        regions = self._regions()
-        stack = list(regions.every_design())
-        while stack:
-            if self.effort.is_spent:
-                self.is_proven = False
-                break
-            region = stack.pop()
-            if not region.is_frame:
-                stack.extend(regions.split(region))
-                continue
-            for n_layers, d_ffs in self._enumerated(region):
-                near = self._few(region.small, n_layers, d_ffs)
-                key, d_ff = min((self.ordering.key(region.small, n_layers, f), f) for f in near)
-                return Found(key, region.small, n_layers, d_ff)
+        for frame, depths, d_ffs in self._runs(self._limits()):
+            near = self._few(frame, depths[0], d_ffs)
+            key, d_ff = min((self.ordering.key(frame, depths[0], f), f) for f in near)
+            return Found(key, frame, depths[0], d_ff)
         return None
 
     def closest(self, target: int) -> Found | None:
@@ -492,46 +702,74 @@ class Search:
     def nearest(self, target: int) -> Found | None:
         """Return one design whose count is nearest to `target`.
 
-        Regions are opened by the distance from their range of counts to `target`. Once a design is
-        found at distance `away`, only smaller distances are of interest: regions with a bound of
-        `away` or more are dropped, and the limits are narrowed to counts strictly nearer. So when
-        no region with a bound of at most away - 1 is left, no count is nearer.
+        Once a design is found at distance `away`, the limits are narrowed to counts strictly
+        nearer, so when the grid is at its end no count is nearer.
         """
-        regions, found, away = self._regions(), None, self.high + target
-        frontier = Frontier(lambda region: (max(0, region.least - target, target - region.most),))
-        frontier.push(regions.every_design(), best=(away - 1,))
-        while not frontier.is_done((away - 1,)):
-            if self.effort.is_spent:
-                self.is_proven = False
-                self.least = min(bound[0] for bound in frontier.bounds((away - 1,)))
-                break
-            region = frontier.pop()
-            if not region.is_frame:
-                frontier.push(regions.split(region), best=(away - 1,))
-                continue
-            frame, depths = region.small, region.depths
-            for narrowed in regions.cut(frame, frame, depths=depths, one_width=True):
-                for n_layers, d_ff in self._around(narrowed, target):
-                    distance = abs(frame.count(n_layers, d_ff) - target)
-                    if distance < away:
-                        key = self.ordering.key(frame, n_layers, d_ff)
-                        away, found = distance, Found(key, frame, n_layers, d_ff)
-            regions.limits.low = max(self.low, target - away + 1)
-            regions.limits.high = min(self.high, target + away - 1)
-        return found
-
-    def _around(self, region: Region, target: int) -> Iterator[tuple[int, int]]:
-        """Yield, for each run of a single frame, its two designs around the target."""
-        per_run = RUNS if region.is_tight else NEAREST_RUNS
-        self.effort.spend(1 + min(len(region.depths), len(region.d_ffs)) // per_run)
-        frame = region.small
-        for depths, d_ffs in region.runs():
-            if len(d_ffs) > 1:
-                fixed = frame.outside + depths[0] * frame.base
-                below = (target - fixed) // (depths[0] * frame.column) // d_ffs.step * d_ffs.step
-                for d_ff in (below, below + d_ffs.step):
-                    yield depths[0], min(max(d_ff, d_ffs[0]), d_ffs[-1])
+        limits, found = self._limits(), None
+        for frame, depths, d_ffs in self._runs(limits):
+            if len(depths) == 1:
+                fixed, slope = frame.outside + depths[0] * frame.base, depths[0] * frame.column
+                below = (target - fixed) // slope // d_ffs.step * d_ffs.step
+                near = [(depths[0], below), (depths[0], below + d_ffs.step)]
             else:
                 below = (target - frame.outside) // (frame.base + frame.column * d_ffs[0])
-                for n_layers in (below, below + 1):
-                    yield min(max(n_layers, depths[0]), depths[-1]), d_ffs[0]
+                near = [(below, d_ffs[0]), (below + 1, d_ffs[0])]
+            pairs = [(_within(depths, n), _within(d_ffs, f)) for n, f in near]
+            away, n_layers, d_ff = min((abs(frame.count(n, f) - target), n, f) for n, f in pairs)
+            found = Found(self.ordering.key(frame, n_layers, d_ff), frame, n_layers, d_ff)
+            if not away:
+                break
+            limits.low = max(self.low, target - away + 1)
+            limits.high = min(self.high, target + away - 1)
+        return found
+
+    def _runs(self, limits: Limits) -> Iterator[tuple[Frame, range, range]]:
+        """Yield (frame, depths, d_ffs), one of both a single value: all that the limits allow.
+
+        Depth and d_ff are linked by the count, so few layers are solved for d_ff, and the few
+        d_ffs that more layers have for depth. The caller may narrow the limits meanwhile.
+        """
+        step = self.budget.ffn_step
+        for frame in self._frames(self._left(limits), limits, tuple):
+            window = limits.window(frame, ())
+            if window is None:
+                continue
+            depths, base, column = window.depths, frame.base, frame.column
+            few = max(depths[0], math.isqrt((window.high - frame.outside) // (column * step)) + 1)
+            for n_layers in self._each(depths[: few - depths[0] + 1]):
+                d_ffs = window.ffns(frame, n_layers, step)
+                if d_ffs:
+                    yield frame, range(n_layers, n_layers + 1), d_ffs
+                    window = limits.window(frame, ())
+                    if window is None:
+                        break
+            if window is None or depths[-1] <= few:
+                continue
+            least = _ceil_div(window.least_ffn, step) * step
+            most = ((window.high - frame.outside) // (few + 1) - base) // column
+            most = most if window.most_ffn is None else min(most, window.most_ffn)
+            for d_ff in self._each(range(least, most + 1, step)):
+                layer = base + column * d_ff
+                shallow = max(few + 1, _ceil_div(window.low - frame.outside, layer))
+                deep = min(depths[-1], (window.high - frame.outside) // layer)
+                if shallow <= deep:
+                    yield frame, range(shallow, deep + 1), range(d_ff, d_ff + 1)
+                    window = limits.window(frame, ())
+                    if window is None:
+                        break
+
+    def _left(self, limits: Limits) -> Iterator[int]:
+        """Yield the widths that are left, while the caller narrows the limits."""
+        high, widths = limits.high, self._widths(limits, ())
+        most = widths[-1] if widths else 0
+        for d_model in widths:
+            if limits.high < high:
+                high, widths = limits.high, self._widths(limits, ())
+                most = widths[-1] if widths else 0
+            if d_model > most:
+                break
+            yield d_model
+
+
+def _within(values: range, value: int) -> int:
+    return min(max(value, values[0]), values[-1])

@@ -17,7 +17,7 @@ from glassformer.budget.answer import Answer, Design, Portability
 from glassformer.budget.design import EVALUATIONS, LANDSCAPE_EVALUATIONS, ask, best_design, solve
 from glassformer.budget.infeasible import Undecided, command_of
 from glassformer.budget.question import HEAD_WIDTHS, Budget, Sizes, build_spec
-from glassformer.budget.regions import Effort, SearchStopped, Stop
+from glassformer.budget.search import Effort, SearchStopped, Stop
 from glassformer.costs.estimates import cache_bytes, flops, training_memory, weight_bytes
 from glassformer.costs.parameter_table import format_allocation
 from glassformer.spec.checks import spec

@@ -14,7 +14,7 @@ from glassformer.budget.answer import Answer, Design
 from glassformer.budget.design import EXPANSIONS, RATIOS, ask, drift, neighbour, solve
 from glassformer.budget.infeasible import Infeasible, InfeasibleBudget, Undecided, command_of, show
 from glassformer.budget.question import WISHES, Budget
-from glassformer.budget.regions import Effort, SearchStopped
+from glassformer.budget.search import Effort, SearchStopped
 from glassformer.costs.parameter_table import allocation_lines
 from glassformer.lab.budget_report import design_costs, judged, run_of_design, unusual_shapes
 from glassformer.lab.plots.figures import MOST_DRIFT
