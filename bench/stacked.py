@@ -16,6 +16,7 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.data.rng import Sampler
+from glassformer.gpu.training_graphs import Graphs
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.stack import StackedRuns
 from glassformer.lab.sweeps.executors import (
@@ -122,7 +123,10 @@ def _gpu(quick: bool) -> Iterator[dict[str, Any]]:
 def _plain_step(spec: RunSpec, *, steps: int) -> float:
     """Return the milliseconds of a step of one model, operation by operation."""
     spec = override(spec, ["train.compile=off"])
-    engine, task = TorchEngine.fresh(spec.model, spec.train, device="cuda"), build_task(spec.task)
+    engine, task = (
+        TorchEngine.fresh(spec.model, spec.train, device="cuda", graphs=Graphs),
+        build_task(spec.task),
+    )
     sampler = Sampler(task.sizes()["train"], batch_size=spec.train.batch_size, seed=0)
     for step in range(WARM + steps):
         if step == WARM:
@@ -135,7 +139,7 @@ def _plain_step(spec: RunSpec, *, steps: int) -> float:
 
 def _bare_step(specs: list[RunSpec], steps: int) -> float:
     """Return the milliseconds of a stacked step alone: the same batch again and again."""
-    engine, task = StackedEngine(specs, device="cuda"), build_task(specs[0].task)
+    engine, task = StackedEngine(specs, device="cuda", graphs=Graphs), build_task(specs[0].task)
     size = specs[0].train.batch_size
     samplers = [
         Sampler(task.sizes()["train"], batch_size=size, seed=seed) for seed in range(len(specs))
@@ -144,7 +148,7 @@ def _bare_step(specs: list[RunSpec], steps: int) -> float:
     work = Joint([task.batch("train", rows)], [1e-4] * len(specs), engine.slots)
     for _ in range(WARM):
         engine.submit(work)()
-    (graph,) = engine.steps.graphs.values()
+    (graph,) = engine.steps.launcher.graphs.values()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from bench.clock import Row, interleave, said
 from glassformer.data.batch import Batch
+from glassformer.gpu.training_graphs import Graphs
 from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.models.model import build
@@ -532,7 +533,7 @@ def parity_rows(recipe: str, steps: int) -> Iterator[Row]:
             ("plain, float64", "off", "float64"),
         ):
             train = replace(planned.spec.train, compile=compile, precision=precision)
-            engine = TorchEngine.fresh(planned.spec.model, train, device="cuda")
+            engine = TorchEngine.fresh(planned.spec.model, train, device="cuda", graphs=Graphs)
             losses[name] = [record.loss for record in fit(engine, planned.task, train)]
     plain = losses.pop("plain")
     for name, those in losses.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
+from glassformer.gpu.training_graphs import Graphs
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.training import losses
@@ -35,7 +36,7 @@ def pair(name, *more, steps):
     for compile in ("auto", "off"):
         train = recipe(name, [f"train.steps={steps}", "train.batch_size=8", *more,
                               f"train.compile={compile}"]).train  # fmt: skip
-        engines.append(TorchEngine.fresh(run.model, train, device="cuda"))
+        engines.append(TorchEngine.fresh(run.model, train, device="cuda", graphs=Graphs))
     return run, build_task(run.task), engines
 
 
@@ -50,7 +51,7 @@ def test_the_recorded_step_is_the_plain_step(case):
         assert ours.step == theirs.step and ours.tokens == theirs.tokens
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-3)
-    assert recorded.recorded.graphs and recorded.steps == plain.steps == 30
+    assert recorded.recorded.launcher.graphs and recorded.steps == plain.steps == 30
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
@@ -60,7 +61,9 @@ def test_the_compiled_step_is_the_plain_step(name, monkeypatch):
     """The compiled kernels: heads cut apart and rotated, gates, norms after a sum, losses."""
     monkeypatch.setattr(losses, "FUSED_PIECE", 1)
     run, task, (_, plain) = pair(name, "model.decoder.dropout=0", steps=12)
-    compiled = TorchEngine.fresh(run.model, replace(run.train, compile="on"), device="cuda")
+    compiled = TorchEngine.fresh(
+        run.model, replace(run.train, compile="on"), device="cuda", graphs=Graphs
+    )
     for ours, theirs in zip(
         fit(compiled, task, run.train), fit(plain, task, run.train), strict=True
     ):

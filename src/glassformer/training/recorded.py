@@ -1,9 +1,8 @@
-"""Training steps on a GPU as recorded programs: forward, loss, backward, clipping and update.
+"""Training steps that a GPU can record: forward, loss, backward, clipping and update of one shape.
 
 The objective (hidden states and loss) is compiled as one function; a complete step over a batch of
-one shape is recorded as a CUDA graph and launched as a whole. The host copies one block of bytes
-to the device for a step and reads one row of numbers back, a few steps later. A step whose loss or
-gradient is not finite is skipped on the device: weights, moments and step counts stay as they were.
+one shape is launched by a `Launcher`, on a GPU as one CUDA graph. A step whose loss or gradient is
+not finite is skipped on the device: weights, moments and step counts stay as they were.
 
 The weights and the optimizer are the engine's own, so a step may also be taken without a record:
 the first of a shape is (it warms up), and so are shapes that do not repeat.
@@ -12,7 +11,7 @@ the first of a shape is (it warms up), and so are shapes that do not repeat.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -42,8 +41,6 @@ LAYER_SECONDS = 0.14e-3
 SAVED_PER_FLOP = 1 / 400e12
 #: Rows that count are filled up to this share of all rows, so that few shapes occur.
 SHARE = 8
-#: Bytes between the starts of two arrays in a block.
-ALIGNED = 64
 
 
 def pays_to_compile(spec: ModelSpec, train: TrainSpec, *, parameters: int) -> bool:
@@ -136,52 +133,54 @@ def kind_of(arrays: Mapping[str, Array]) -> Kind:
     return tuple((name, array.shape, array.dtype.str) for name, array in arrays.items())
 
 
-class Block:
-    """One block of device memory with a view for each array, filled by a single copy.
-
-    The copy begins in pinned memory; there are several such buffers, so that the next step's
-    arrays are written while the last ones' are on their way.
-    """
-
-    def __init__(self, kind: Kind, device: torch.device, *, buffers: int) -> None:
-        offsets, size = [], 0
-        for _, shape, dtype in kind:
-            offsets.append(size)
-            size += -(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGNED) * ALIGNED
-        pinned = device.type == "cuda"
-        self.device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        self.views: dict[str, Tensor] = {}
-        self.buffers: list[tuple[Tensor, dict[str, Array]]] = []
-        for (name, shape, dtype), offset in zip(kind, offsets, strict=True):
-            self.views[name] = _view(self.device_bytes, offset, shape, dtype)
-        for _ in range(buffers):
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            views = {
-                name: _view(host, offset, shape, dtype).numpy()
-                for (name, shape, dtype), offset in zip(kind, offsets, strict=True)
-            }
-            self.buffers.append((host, views))
-        self.sent: list[torch.cuda.Event | None] = [None] * buffers
-        self.turn = 0
-
-    def send(self, arrays: Mapping[str, Array]) -> None:
-        """Copy a step's arrays to the device, without waiting for it."""
-        sent = self.sent[self.turn]
-        if sent is not None:
-            sent.synchronize()
-        host, views = self.buffers[self.turn]
-        for name, array in arrays.items():
-            np.copyto(views[name], array)
-        self.device_bytes.copy_(host, non_blocking=True)
-        if host.is_pinned():
-            self.sent[self.turn] = torch.cuda.current_stream().record_event()
-        self.turn = (self.turn + 1) % len(self.buffers)
+Compute = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def _view(block: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    kind = torch.from_numpy(np.empty(0, dtype)).dtype
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    return block[offset : offset + size].view(kind).view(shape)
+class Launcher(Protocol):
+    """What runs computations whose arrays have one of a few kinds; it may record each kind."""
+
+    def forget(self) -> None:
+        """Drop every record: the weights or the optimizer's tensors were replaced."""
+
+    def run(self, arrays: Mapping[str, Array], compute: Compute) -> Tensor:
+        """Compute on arrays; the result is overwritten by the next run of the same kind."""
+
+    def dropout_from(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """Seed dropout for this step; torch's own generator is restored afterwards."""
+
+    def fetched(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Return a function that waits for numbers and returns them on the host."""
+
+
+#: Makes a launcher of the steps that change some parameters.
+Graphs = Callable[[Sequence[Tensor]], Launcher]
+
+
+class Plain:
+    """A launcher that records nothing, to compare the others with."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.device = parameters[0].device
+
+    def forget(self) -> None:
+        """Do nothing: there is no record."""
+
+    def run(self, arrays: Mapping[str, Array], compute: Compute) -> Tensor:
+        """Compute on copies of the arrays on the device."""
+        return compute(
+            {name: torch.tensor(array, device=self.device) for name, array in arrays.items()}
+        )
+
+    @contextlib.contextmanager
+    def dropout_from(self, seed: int) -> Iterator[None]:
+        """Seed dropout for this step; torch's own generator is restored afterwards."""
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            yield
+
+    def fetched(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns the numbers on the host."""
+        return numbers.cpu
 
 
 class RecordedSteps:
@@ -195,10 +194,12 @@ class RecordedSteps:
         *,
         random: bool,
         compiled: bool = True,
+        graphs: Graphs = Plain,
     ) -> None:
         self.model, self.train, self.optimizer, self.random = model, train, optimizer, random
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
+        self.launcher = graphs(self.parameters)
         self.heads: tuple[str, ...] = ()
         self.objective: Callable[..., tuple[Tensor, Tensor]] = self._objective
         self.compiled = compiled
@@ -212,10 +213,7 @@ class RecordedSteps:
         """Drop every record: the weights or the optimizer's tensors were replaced."""
         self.seen: dict[Kind, int] = {}
         self.taken: set[Kind] = set()
-        self.blocks: dict[Kind, Block] = {}
-        self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
-        self.results: dict[Kind, Tensor] = {}
-        self.pool: Any = None
+        self.launcher.forget()
         self.sums: Tensor | None = None
 
     def pack(self, batches: Sequence[Batch], counts: Mapping[str, float]) -> list[dict[str, Array]]:
@@ -247,42 +245,26 @@ class RecordedSteps:
         """Begin a step; the returned function waits for it and returns its result."""
         self.heads = tuple(heads)
         rate = {"lr": np.array(lr, dtype=np.float32)}
-        with self._dropout_from(seed):
+        with self.launcher.dropout_from(seed) if self.random else contextlib.nullcontext():
             if self.adds:
                 for arrays in packed:
                     self._run(arrays, self._add)
                 numbers = self._run(rate, self._update_sums)
             else:
                 numbers = self._run({**packed[0], **rate}, self._whole)
-        if self.device.type != "cuda":
-            return _result(numbers, None, tokens, self.heads)
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        return _result(host, torch.cuda.current_stream().record_event(), tokens, self.heads)
+        return _result(self.launcher.fetched(numbers), tokens, self.heads)
 
-    def _run(
-        self, arrays: Mapping[str, Array], compute: Callable[[Mapping[str, Tensor]], Tensor]
-    ) -> Tensor:
-        """Compute on a batch: by its record, by recording it the second time, or plainly."""
-        kind = kind_of(arrays)
-        first = kind not in self.blocks
-        if first:
-            self.blocks[kind] = Block(kind, self.device, buffers=AHEAD + 2)
-        block = self.blocks[kind]
-        block.send(arrays)
-        if kind not in self.graphs:
+    def _run(self, arrays: Mapping[str, Array], compute: Compute) -> Tensor:
+        """Compute on a batch, by its record where there is one."""
+
+        def training(views: Mapping[str, Tensor]) -> Tensor:
             self.model.train()
             with self._shapes_allowed():
-                if first or self.device.type != "cuda":
-                    result = self._plainly(compute, block.views)
-                    self.model.eval()
-                    return result
-                self._record(kind, compute)
+                result = compute(views)
             self.model.eval()
-        self.graphs[kind].replay()
-        # Autograd does not see what a record writes; whoever keeps results by version must.
-        torch.autograd.graph.increment_version(self.parameters)
-        return self.results[kind]
+            return result
+
+        return self.launcher.run(arrays, training)
 
     def _shapes_allowed(self) -> contextlib.AbstractContextManager[object]:
         """Let torch compile for as many shapes as are recorded; its compiler takes seconds to
@@ -294,46 +276,6 @@ class RecordedSteps:
             recompile_limit=2 * SHAPES
         )
         return allowed
-
-    def _plainly(
-        self, compute: Callable[[Mapping[str, Tensor]], Tensor], views: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Compute without a record, on a stream of its own as CUDA graphs require of the first."""
-        if self.device.type != "cuda":
-            return compute(views)
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            result = compute(views)
-        here.wait_stream(aside)
-        return result
-
-    def _record(self, kind: Kind, compute: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.results[kind] = compute(self.blocks[kind].views)
-        self.graphs[kind] = graph
-
-    @contextlib.contextmanager
-    def _dropout_from(self, seed: int) -> Iterator[None]:
-        """Seed dropout for this step; torch's own generator is restored afterwards."""
-        if not self.random:
-            yield
-            return
-        if self.device.type != "cuda":
-            with torch.random.fork_rng([]):
-                torch.default_generator.manual_seed(seed)
-                yield
-            return
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        generator = torch.cuda.default_generators[index]
-        before = generator.initial_seed(), generator.get_offset()
-        generator.manual_seed(seed)
-        yield
-        generator.manual_seed(before[0])
-        generator.set_offset(before[1])
 
     # --- what is computed -------------------------------------------------------------------------
 
@@ -441,12 +383,10 @@ def precision(train: TrainSpec, device: torch.device) -> contextlib.AbstractCont
 
 
 def _result(
-    numbers: Tensor, done: torch.cuda.Event | None, tokens: int, heads: Sequence[str]
+    fetched: Callable[[], Tensor], tokens: int, heads: Sequence[str]
 ) -> Callable[[], StepResult]:
     def read() -> StepResult:
-        if done is not None:
-            done.synchronize()
-        loss, norm, *plain = numbers.tolist()
+        loss, norm, *plain = fetched().tolist()
         applied = math.isfinite(loss) and math.isfinite(norm)
         return StepResult(loss, dict(zip(heads, plain, strict=True)), norm, tokens, applied)
 

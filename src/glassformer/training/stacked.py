@@ -44,7 +44,7 @@ from glassformer.training.engine import (
     loss_weights,
 )
 from glassformer.training.fit import StepRecord, step_seed
-from glassformer.training.recorded import precision
+from glassformer.training.recorded import Graphs, precision
 from glassformer.training.stacked_batches import Joint, Work, rows_of
 from glassformer.training.stacked_step import StackedModels, StackedSteps, layout_of, moments_of
 
@@ -92,12 +92,19 @@ def shape_of(spec: ModelSpec) -> ModelSpec:
 class StackedEngine:
     """Models with their optimizers, side by side. `members` are in the order of the runs; those
     that have not left are `live`, and `slots` says whose each row of the arrays is. `sharing` is
-    the number of stacks that train on the device at the same time.
+    the number of stacks that train on the device at the same time. `graphs` record steps, on a GPU.
     """
 
-    def __init__(self, runs: Sequence[RunSpec], *, device: str = "cpu", sharing: int = 1) -> None:
+    def __init__(
+        self,
+        runs: Sequence[RunSpec],
+        *,
+        device: str = "cpu",
+        sharing: int = 1,
+        graphs: Graphs | None = None,
+    ) -> None:
         check_stack(runs)
-        self.sharing = sharing
+        self.sharing, self.graphs = sharing, graphs
         self.runs, self.device = tuple(runs), torch.device(device)
         self.spec = shape_of(runs[0].model)
         self.dtype = torch.float64 if runs[0].train.precision == "float64" else torch.float32
@@ -149,6 +156,7 @@ class StackedEngine:
                 random=self.random,
             ),
             sharing=self.sharing,
+            graphs=self.graphs,
         )
 
     @property

@@ -33,6 +33,8 @@ from glassformer.training.recorded import (
     AHEAD,
     COMPILE_SECONDS,
     LAYER_SECONDS,
+    Graphs,
+    Plain,
     RecordedSteps,
     inputs_of,
     precision,
@@ -146,11 +148,12 @@ class StackedModels:
 class StackedSteps(RecordedSteps):
     """Steps of a stack: recorded on a GPU, plain on a CPU."""
 
-    def __init__(self, stack: StackedModels, *, sharing: int = 1) -> None:
+    def __init__(
+        self, stack: StackedModels, *, sharing: int = 1, graphs: Graphs | None = None
+    ) -> None:
         trains, spec, device = stack.trains, stack.model.spec, stack.weights_MP.device
         self.stack, self.fold, train = stack, stack.fold, trains[0]
-        cuda = device.type == "cuda"
-        fixed = cuda and not spec.mixtures() and train.compile != "off"
+        fixed = graphs is not None and not spec.mixtures() and train.compile != "off"
         fixed = fixed and (train.compile == "on" or train.precision != "float64")
         compiled = fixed and (
             train.compile == "on" or _pays_to_compile(spec, trains, sharing=sharing)
@@ -161,7 +164,9 @@ class StackedSteps(RecordedSteps):
         self.update = self.plain_update = _update_sgd if sgd else _update_adamw
         if compiled:
             self.update = torch.compile(self.update, fullgraph=True, dynamic=False)
-        super().__init__(stack.model, train, random=False, compiled=compiled)
+        super().__init__(
+            stack.model, train, random=False, compiled=compiled, graphs=graphs or Plain
+        )
 
     @property
     def ahead(self) -> int:
@@ -224,17 +229,11 @@ class StackedSteps(RecordedSteps):
     def _reader(
         self, numbers: Tensor, live: Mapping[int, int], tokens: Sequence[int]
     ) -> Callable[[], dict[int, StepResult]]:
-        done: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            host.copy_(numbers, non_blocking=True)
-            numbers, done = host, torch.cuda.current_stream().record_event()
+        fetched = self.launcher.fetched(numbers)
         routed, heads = bool(self.model.spec.mixtures()), self.heads
 
         def read() -> dict[int, StepResult]:
-            if done is not None:
-                done.synchronize()
-            rows = numbers.T.tolist()
+            rows = fetched().T.tolist()
             results = {}
             for member, slot in live.items():
                 loss, norm, balanced, added, *plain = rows[slot]

@@ -41,6 +41,7 @@ from glassformer.training.engine import (
 from glassformer.training.losses import head_loss, plain_head
 from glassformer.training.recorded import (
     AHEAD,
+    Graphs,
     RecordedSteps,
     can_record,
     pays_to_compile,
@@ -77,7 +78,7 @@ ALONE = Part()
 
 class TorchEngine:
     """A built model with its optimizers. With `lora`, only the corrections train, and `weights` and
-    `load_weights` are about them.
+    `load_weights` are about them. `graphs` record steps, on a GPU that is to be fast.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TorchEngine:
         *,
         lora: LoRA | None = None,
         part: Part = ALONE,
+        graphs: Graphs | None = None,
     ) -> None:
         self.spec: ModelSpec = model.spec
         self.part = part
@@ -122,17 +124,17 @@ class TorchEngine:
         self.packed = any(isinstance(part, PackedWeight) for part in model.modules())
         if self.packed and train.compile == "on":
             raise InputError("a quantized base is not compiled", hint="train.compile=off")
-        self.recorded = self._recorded()
+        self.recorded = None if graphs is None else self._recorded(graphs)
         if train.compile == "on" and self.recorded is None:
             self.hidden = torch.compile(self.hidden)
 
-    def _recorded(self) -> RecordedSteps | None:
-        """Return the recorded form of a step, on a GPU and where the model and training have one.
+    def _recorded(self, graphs: Graphs) -> RecordedSteps | None:
+        """Return the recorded form of a step, where the model and training have one.
 
         In float64 nothing is recorded unless asked for: it is chosen to compare, not to be fast.
         """
         wanted = self.train.compile == "on" or self.train.precision != "float64"
-        if self.device.type != "cuda" or self.train.compile == "off" or self.part.ranks > 1:
+        if self.train.compile == "off" or self.part.ranks > 1:
             return None
         if self.packed:
             return None
@@ -146,7 +148,12 @@ class TorchEngine:
             self.spec, self.train, parameters=size
         )
         return RecordedSteps(
-            self.model, self.train, optimizer, random=self.random, compiled=compiled
+            self.model,
+            self.train,
+            optimizer,
+            random=self.random,
+            compiled=compiled,
+            graphs=graphs,
         )
 
     @property
@@ -160,12 +167,19 @@ class TorchEngine:
         return AHEAD if self.recorded is not None else 0
 
     @classmethod
-    def fresh(cls, spec: ModelSpec, train: TrainSpec, *, device: str = "cpu") -> "TorchEngine":
+    def fresh(
+        cls,
+        spec: ModelSpec,
+        train: TrainSpec,
+        *,
+        device: str = "cpu",
+        graphs: Graphs | None = None,
+    ) -> "TorchEngine":
         """Make a new model, initialised from the training's seed."""
         model = build(spec, generator=torch.Generator().manual_seed(train.seed), device=device)
         if train.precision == "float64":
             model.double()
-        return cls(model, train)
+        return cls(model, train, graphs=graphs)
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
         return self.submit(batches, lr=lr, seed=seed)()

@@ -16,6 +16,7 @@ from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, rea
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.gpu.training_graphs import graphs_for
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import Base, check_trains, open_base
 from glassformer.lab.runs.planned import PlannedRun, check_fit
@@ -117,7 +118,7 @@ def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = No
             raise InputError("the NumPy engine trains in one process", hint="engine=torch")
         return NumpyEngine.fresh(spec.model, spec.train)
     if peers is None:
-        return TorchEngine.fresh(spec.model, spec.train, device=device)
+        return TorchEngine.fresh(spec.model, spec.train, device=device, graphs=graphs_for(device))
     # A sharded model is built on the host; sharding moves it to the device block by block.
     place = "cpu" if peers.sharded else device
     generator = torch.Generator().manual_seed(spec.train.seed)
@@ -144,7 +145,7 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
     if lora is not None:
         apply_lora(model, lora, generator=torch.Generator().manual_seed(spec.train.seed))
     if peers is None:
-        return TorchEngine(model.to(device), spec.train, lora=lora)
+        return TorchEngine(model.to(device), spec.train, lora=lora, graphs=graphs_for(device))
     return DistributedEngine(
         model if peers.sharded else model.to(device),
         spec.train,

@@ -14,6 +14,7 @@ from pathlib import Path
 from glassformer.costs.estimates import flops
 from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
+from glassformer.gpu.training_graphs import graphs_for
 from glassformer.kernels.threads import FLOPS, threads_for
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.artifacts import Sample, probe_models, write_samples
@@ -74,7 +75,9 @@ class StackedRuns:
             raise InputError(
                 f"{len(specs)} runs and {len(set(folders))} different folders", hint="one each"
             )
-        self.engine = StackedEngine(specs, device=device, sharing=sharing)
+        self.engine = StackedEngine(
+            specs, device=device, sharing=sharing, graphs=graphs_for(device)
+        )
         self.stop_requested = False
         self.ended = {} if ended is None else dict(ended)
         tasks = {} if tasks is None else tasks
