@@ -22,13 +22,14 @@ from glassformer.lens.capture import eval_mode
 from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.show import html
+from glassformer.lens.show.chart import Grid
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.models.model import Holder, Model, model_of
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 # B examples, T positions, N heads, H d_head, O operations
 
@@ -126,16 +127,14 @@ class PositionalAttention(Displayable):
         rows = self.rows()
         yield html.table(list(rows[0]), (row.values() for row in rows), caption=self.title)
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Grid:
         """Mass by operation and head."""
-        from glassformer.lens.show.mpl import grid_figure
-
-        return grid_figure(
-            self.mass.numpy(),
-            rows=self.operations,
-            columns=list(map(str, self.heads)),
+        return Grid(
             title=self.title,
-            label="share of attention",
+            values=self.mass.double().numpy(),
+            rows=tuple(self.operations),
+            columns=tuple(map(str, self.heads)),
+            key="share of attention",
         )
 
 

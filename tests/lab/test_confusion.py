@@ -13,7 +13,7 @@ from glassformer.lab.measure.evaluate import (
     shares,
 )
 from glassformer.lab.plots.figures import confusion_figure
-from glassformer.lens.show.mpl import figure_bytes
+from glassformer.lens.show.chart_figure import figure_bytes
 from glassformer.spec.errors import InputError
 
 TABLE = {"SUM": {"SUM": 1, "none": 2, "MAX": 1}, "MAX": {"MAX": 5}}

@@ -5,16 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from glassformer.lab.plots.curves import (
-    GAP,
-    alerts_text,
-    apart,
-    curve_figure,
-    panels,
-    smoothing_text,
-)
+from glassformer.lab.plots.curves import alerts_text, curve_figure, panels, smoothing_text
 from glassformer.lab.runs.curves import read_curves
-from glassformer.lens.show.mpl import figure_bytes
+from glassformer.lens.show.chart import GAP, apart
+from glassformer.lens.show.chart_figure import figure_bytes
 from glassformer.spec.errors import InputError
 
 
@@ -76,15 +70,15 @@ def test_what_is_drawn_is_decided_once(tmp_path):
     assert [panel.title for panel in panels([one])] == ["loss", "accuracy"]
     assert [panel.title for panel in panels([one, one])] == ["loss", "val.loss", "val.accuracy"]
     (only,) = panels([one], names=["val.accuracy"], log=True)
-    assert only.log
+    assert only.log_y
     assert only.share
-    assert only.lines[0].smooth is None
+    assert only.lines[0].raw is None
     assert smoothing_text([only]) == ""
     assert alerts_text([one, one]) == "4 x spike"
     loss = panels([one], names=["loss"])
     assert smoothing_text(loss) == "smoothed: centred mean over 4 points"
     (plain,) = panels([one], names=["loss"], span=1)
-    assert plain.lines[0].smooth is None
+    assert plain.lines[0].raw is None
     assert smoothing_text([plain], 1) == ""
     with pytest.raises(InputError, match="no curve 'accuracy'"):
         panels([one], names=["accuracy"])
@@ -97,8 +91,8 @@ def test_few_points_are_drawn_as_they_are_unless_asked_otherwise(tmp_path, point
     lines = (f'{{"step": {step}, "loss": {3 + step % 2}}}\n' for step in range(1, points + 1))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     few = read_curves(tmp_path)
-    assert (panels([few])[0].lines[0].smooth is not None) == smoothed
-    assert panels([few], span=3)[0].lines[0].smooth is not None
+    assert (panels([few])[0].lines[0].raw is not None) == smoothed
+    assert panels([few], span=3)[0].lines[0].raw is not None
     assert smoothing_text(panels([few], span=3), 3) == "smoothed: centred mean over 3 points"
 
 
@@ -109,7 +103,7 @@ def test_a_run_that_has_measured_nothing_says_so(tmp_path):
 
 
 def test_labels_are_moved_apart_and_stay_inside():
-    heights = [share for share, *_ in apart([(1.0, str(i), "") for i in range(5)])]
+    heights = [share for share, _ in apart([(1.0, i) for i in range(5)])]
     assert max(heights) <= 1.0
     assert min(np.diff(sorted(heights))) >= GAP - 1e-12
-    assert apart([(0.2, "a", ""), (0.8, "b", "")]) == [(0.2, "a", ""), (0.8, "b", "")]
+    assert apart([(0.2, 0), (0.8, 1)]) == [(0.2, 0), (0.8, 1)]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from glassformer.lab.plots.figures import CEILING, lr_figure, lr_text
-from glassformer.lens.show.mpl import figure_bytes
+from glassformer.lens.show.chart_figure import figure_bytes
 from glassformer.training.fit import RateRange
 
 CURVE = tuple((10.0**p, 3.0 - p - 6 if p < -2 else 50.0) for p in np.linspace(-6, 0, 60))

@@ -3,23 +3,35 @@
 import numpy as np
 import pytest
 
-from glassformer.lab.plots.curves import SIGNS, Line, plot
+from glassformer.lens.show.chart import Line, Lines, Mark
+from glassformer.lens.show.chart_text import SIGNS, chart_text
 from glassformer.spec.errors import InputError
 
 X = np.arange(1.0, 101.0)
 
 
+def plot(lines, *, log_x=False, log_y=False, alerts=(), **how):
+    """Lines given as (name, x, y), the alerts on the first."""
+    marks = tuple(Mark(x, x, "alert") for x in alerts)
+    drawn = tuple(
+        Line(label=name, x=x, y=y, marks=() if number else marks)
+        for number, (name, x, y) in enumerate(lines)
+    )
+    chart = Lines(title="", lines=drawn, log_x=log_x, log_y=log_y)
+    return chart_text(chart, **how)
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("unicode", [True, False])
 def test_no_row_is_wider_than_the_terminal(width, unicode):
-    lines = [Line("a run with quite a long name of its own", X, X**2), Line("b", X, 1 / X)]
+    lines = [("a run with quite a long name of its own", X, X**2), ("b", X, 1 / X)]
     text = plot(lines, width=width, unicode=unicode, alerts=[1.0, 50.0, 100.0])
     assert max(map(len, text.split("\n"))) <= width
     assert text.isascii() != unicode
 
 
 def test_a_line_that_falls_begins_above_and_ends_below():
-    rows = plot([Line("", X, -X)], width=60, height=10, unicode=False).split("\n")
+    rows = plot([("", X, -X)], width=60, height=10, unicode=False).split("\n")
     body = [row.partition("|")[2] or row.partition("+")[2] for row in rows[:10]]
     places = [row.index("*") for row in body]
     assert places == sorted(places)
@@ -29,19 +41,19 @@ def test_a_line_that_falls_begins_above_and_ends_below():
 
 
 def test_lines_are_told_apart_without_colour():
-    text = plot([Line("one", X, X), Line("two", X, -X)], unicode=False)
+    text = plot([("one", X, X), ("two", X, -X)], unicode=False)
     assert SIGNS[0] in text
     assert SIGNS[1] in text
     assert "one" in text
     assert "two" in text
-    straight = [Line("one", X, X), Line("two", X, X + 30)]
+    straight = [("one", X, X), ("two", X, X + 30)]
     dots = plot(straight, width=70)
     bits = [sum(bin(ord(c) - 0x2800).count("1") for c in dots if "⠀" <= c <= "⣿")]
     assert 0 < bits[0] < 2 * 2 * 70  # the second line is dashed
 
 
 def test_a_logarithmic_axis_makes_a_power_straight():
-    rows = plot([Line("", X, X**3)], width=60, log_x=True, log_y=True, unicode=False).split("\n")
+    rows = plot([("", X, X**3)], width=60, log_x=True, log_y=True, unicode=False).split("\n")
     places = [row.index("*") for row in rows[:12] if "*" in row]
     straight = np.polyval(np.polyfit(range(12), places, 1), range(12))
     assert np.abs(straight - places).max() <= 3
@@ -50,14 +62,14 @@ def test_a_logarithmic_axis_makes_a_power_straight():
 def test_what_is_not_finite_is_a_gap_and_nothing_at_all_is_said():
     y = X.copy()
     y[:90] = np.nan
-    assert "*" in plot([Line("", X, y)], unicode=False)
-    assert "no finite point" in plot([Line("", X, np.full(100, np.inf))])
-    assert "above 0" in plot([Line("", X, -X)], log_y=True)
-    assert "*" in plot([Line("", X[:1], X[:1])], unicode=False)  # a single point has a place too
+    assert "*" in plot([("", X, y)], unicode=False)
+    assert "no finite point" in plot([("", X, np.full(100, np.inf))])
+    assert "above 0" in plot([("", X, -X)], log_y=True)
+    assert "*" in plot([("", X[:1], X[:1])], unicode=False)  # a single point has a place too
 
 
 def test_alerts_stand_below_their_step():
-    rows = plot([Line("", X, X)], width=60, alerts=[1.0, 100.0, 900.0], unicode=False).split("\n")
+    rows = plot([("", X, X)], width=60, alerts=[1.0, 100.0, 900.0], unicode=False).split("\n")
     marks = rows[-2]
     assert marks.count("!") == 2
     assert marks.rstrip().endswith("!")
@@ -65,4 +77,4 @@ def test_alerts_stand_below_their_step():
 
 def test_too_narrow_is_refused():
     with pytest.raises(InputError, match="no room"):
-        plot([Line("name", X, X)], width=15)
+        plot([("name", X, X)], width=15)

@@ -4,14 +4,17 @@ import base64
 import io
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from glassformer.lens.show import chart_svg as picture
 from glassformer.lens.show import html
-from glassformer.lens.show import svg as picture
+from glassformer.lens.show.chart import Bars, Grid, Mark, series
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.text import shown
 
 HOSTILE = (
@@ -87,7 +90,8 @@ def test_masked_and_missing_cells_are_hatched():
 def test_a_cell_lies_in_its_row_and_column():
     values = np.zeros((3, 7))
     values[2, 5] = 1.0
-    svg = picture.heatmap_svg(values, rows=list("abc"), columns=list("1234567"), label="one cell")
+    grid = Grid(title="one cell", values=values, rows=tuple("abc"), columns=tuple("1234567"))
+    svg = chart_svg(grid, width=384).svg()
     uri = re.search(r'href="data:image/png;base64,([^"]+)"', svg)[1]
     pixels = opened(base64.b64decode(uri))
     scale = pixels.shape[0] // 3
@@ -108,10 +112,16 @@ def test_pooling_keeps_the_peaks():
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_hostile_words_are_text(word):
-    heat = picture.heatmap_svg(np.ones((2, 2)), rows=[word, "b"], columns=["c", word], label=word)
-    bars = picture.bars_svg([word], [0.5], label=word)
-    lines = picture.lines_svg({word: [1.0, 2.0]}, label=word, words=[word, word])
-    for svg in (heat, bars, lines):
+    named = {"rows": (word, "b"), "columns": ("c", word)}
+    grid = Grid(title=word, values=np.ones((2, 2)), **named)
+    cells = replace(grid, cells=((word, word), (word, word)))
+    bars = Bars(title=word, names=(word,), values=(0.5,))
+    below = series({word: [1.0, 2.0]}, title=word, words=[word, word])
+    (line,) = below.lines
+    marked = replace(line, marks=(Mark(1.0, 1.5, word),))
+    beside = replace(below, lines=(marked,), legend=False, x_title=word)
+    heat = chart_svg(grid).svg()
+    for svg in (heat, *(chart_svg(each).svg() for each in (cells, bars, below, beside))):
         ElementTree.fromstring(svg)  # well formed, whatever the word
         inert(svg)
     lined = (word, [(word, 0.5)])
@@ -154,7 +164,7 @@ def test_long_tables_say_how_much_is_missing():
 
 
 def test_lines_survive_what_is_not_finite():
-    svg = picture.lines_svg({"a": [1.0, float("nan"), 3.0], "b": []}, label="l")
+    svg = chart_svg(series({"a": [1.0, float("nan"), 3.0], "b": []}, title="l")).svg()
     assert "nan" not in svg
-    assert "nan" in picture.bars_svg(["a"], [float("nan")], label="l")
+    assert "nan" in chart_svg(Bars(title="l", names=("a",), values=(float("nan"),))).svg()
     ElementTree.fromstring(svg)

@@ -20,12 +20,13 @@ from glassformer.lab.plots.curves import curve_figure, panels
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.measure.roles import head_roles
-from glassformer.lens.show.mpl import figure_bytes
+from glassformer.lens.show.chart import ticks
+from glassformer.lens.show.chart_figure import figure_bytes
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.report_page import POLICY
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_folder
 from glassformer.web.report.document import report_html, spread
-from glassformer.web.report.run import panels_svg, ticks
 from tests.browser.hostile import HOSTILE
 from tests.training.samples import RUNS
 
@@ -256,8 +257,8 @@ def test_extreme_curves_are_drawn(runs, tmp_path, points):
     (run / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     made = report_html(str(run), certificate=NO_CHECKS)
     for scale in (True, False):
-        (panel, *_) = panels([read_curves(run)], log=scale)
-        made += panels_svg([panel], [read_curves(run)])[0]
+        (chart, *_) = panels([read_curves(run)], log=scale)
+        made += chart_svg(chart).svg()
         figure_bytes(curve_figure([read_curves(run)], log=scale), "png")
     assert "curve of loss" in made and "nan" not in made
 

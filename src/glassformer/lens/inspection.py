@@ -9,7 +9,7 @@ refused when the weights have been written to since.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -51,7 +51,9 @@ from glassformer.lens.measure.predictions import (
     readout_position,
     top_predictions,
 )
-from glassformer.lens.show import html, svg
+from glassformer.lens.show import html
+from glassformer.lens.show.chart import Bars, Lines, Panels, series
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, checked_words, naming, shown
 from glassformer.models.inputs import Inputs
@@ -59,11 +61,10 @@ from glassformer.models.model import Holder, Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # T positions, D d_model, V vocabulary of the output head
 
+#: Maps in one row of a figure, and the most of them that are drawn: the first and the last.
+ACROSS, LAYERS = 6, 12
 #: Lines of a long sequence that the text shows: the last ones.
 LINES = 24
 
@@ -263,7 +264,13 @@ class Inspection(Displayable):
         best = self.next(None, 8)
         label = f"likeliest predictions at position {self.readout.position}"
         yield html.captioned(
-            svg.bars_svg([word for _, word, _ in best], [p for *_, p in best], label=label),
+            chart_svg(
+                Bars(
+                    title=label,
+                    names=tuple(word for _, word, _ in best),
+                    values=tuple(share for *_, share in best),
+                )
+            ).svg(),
             label,
         )
         rows = self.rows()
@@ -299,13 +306,17 @@ class Inspection(Displayable):
         )
         return record
 
-    def figure(self) -> "Figure":
-        """Each layer's mean attention, and the logit lens below it."""
-        from glassformer.lens.show.mpl import inspection_figure
-
+    def chart(self) -> Panels:
+        """Each layer's mean attention, of many layers the first and the last; the logit lens."""
         kinds = [self.attention.of(kind) for kind in self.kinds]
-        means = [maps.mean(layer) for maps in kinds for layer in range(maps.shape[0])]
-        return inspection_figure(means, self.lens, title=self.summary())
+        means = [maps.mean(layer).chart() for maps in kinds for layer in range(maps.shape[0])]
+        half = LAYERS // 2
+        kept = means if len(means) <= LAYERS else [*means[:half], *means[-half:]]
+        left_out = len(means) - len(kept)
+        more = f"; the first and last {half} of {len(means)} layers" if left_out else ""
+        title = f"attention, mean of each layer's heads{more}"
+        maps = Panels(charts=tuple(kept), columns=min(ACROSS, len(kept)), title=title)
+        return Panels(charts=(maps, self.lens.chart()), title=self.summary())
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -367,18 +378,15 @@ class Ablation(Displayable):
     def parts(self) -> Iterator[str]:
         """The divergence by position, and the table."""
         yield html.heading(self.summary())
-        label = "KL(before || after) in nats, by position"
-        yield svg.lines_svg({label: self.kl.tolist()}, label=label, words=self.before.words)
+        yield chart_svg(self.chart(), label="KL(before || after) in nats, by position").svg()
         rows = self.rows()
         lines = (list(row.values()) for row in rows)
         yield html.folded("by position", html.table(list(rows[0]), lines, caption=self.title))
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Lines:
         """The divergence by position."""
-        from glassformer.lens.show.mpl import series_figure
-
-        label = "KL(before || after), nats"
-        return series_figure({label: self.kl.tolist()}, self.before.words, title=self.summary())
+        values = {"KL(before || after), nats": self.kl.tolist()}
+        return series(values, words=self.before.words, title=self.summary())
 
 
 @dataclass(frozen=True, slots=True)

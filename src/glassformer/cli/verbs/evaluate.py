@@ -167,7 +167,7 @@ def _save_confusion(evaluation: "Evaluation", path: Path, *, title: str) -> None
     """Write the tables of an evaluation as a figure, or every cell as CSV."""
     from glassformer.lab.measure.evaluate import confusion_rows, rows_csv
     from glassformer.lab.plots.figures import confusion_figure
-    from glassformer.lens.show.mpl import figure_bytes
+    from glassformer.lens.show.chart_figure import figure_bytes
 
     ending = ending_of(path, ENDINGS)
     figure = confusion_figure(evaluation.confusion, title=title)  # refuses where there is none

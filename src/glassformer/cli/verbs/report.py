@@ -17,8 +17,8 @@ from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.serialize import json_numbers
 
 if TYPE_CHECKING:
-    from glassformer.lab.plots.curves import Panel
     from glassformer.lab.runs.curves import Curves
+    from glassformer.lens.show.chart import Lines
 
 CURVE_ENDINGS = ("png", "svg", "pdf", "csv")
 ENDINGS = ("html", *CURVE_ENDINGS)
@@ -188,7 +188,7 @@ def _draw_curves(
     from glassformer.lab.measure.evaluate import rows_csv
     from glassformer.lab.plots.curves import curve_figure
     from glassformer.lab.runs.curves import AXES
-    from glassformer.lens.show.mpl import figure_bytes
+    from glassformer.lens.show.chart_figure import figure_bytes
 
     axis = asked.axis or "step"
     if axis not in AXES:
@@ -222,8 +222,8 @@ def _curves_text(curves: "Sequence[Curves]", asked: _Asked, axis: str) -> str:
     """Draw every panel for this terminal, then explain how to read it."""
     from glassformer.lab.plots.curves import alerts_text, panels, smoothing_text
 
-    made = panels(curves, names=asked.series, span=asked.span, log=asked.log)
-    parts = [_panel_text(panel, curves, axis) for panel in made]
+    made = panels(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
+    parts = [_panel_text(chart) for chart in made]
     notes = [smoothing_text(made, asked.span)]
     if alerts := alerts_text(curves):
         notes.append(f"alerts (!): {alerts}")
@@ -231,28 +231,18 @@ def _curves_text(curves: "Sequence[Curves]", asked: _Asked, axis: str) -> str:
     return terminal.printable("\n\n".join(filter(None, parts)))
 
 
-def _panel_text(panel: "Panel", curves: "Sequence[Curves]", axis: str) -> str:
-    from glassformer.lab.plots.curves import X_TITLES, Line, plot
+def _panel_text(chart: "Lines") -> str:
+    from glassformer.lens.show.chart_text import chart_text
 
-    lines, marks = [], []
-    for line in panel.lines:
-        shown = (line.smooth or line.raw).thinned()
-        lines.append(Line(line.label, shown.x(axis), shown.value))
-        if line.raw.name == "loss":
-            steps = {alert.step for alert in curves[line.run].alerts}
-            pairs = zip(line.raw.step.tolist(), line.raw.x(axis).tolist(), strict=True)
-            marks += [x for step, x in pairs if step in steps]
-    picture = plot(
-        lines,
+    picture = chart_text(
+        chart,
         width=terminal.columns(),
         height=HEIGHT,
-        log_y=panel.log,
-        alerts=marks,
         unicode=terminal.is_unicode(),
         paint=terminal.paint,
     )
-    scale = ", logarithmic" if panel.log else ""
-    return f"{panel.title} over {X_TITLES[axis]}{scale}\n{picture}"
+    scale = ", logarithmic" if chart.log_y else ""
+    return f"{chart.title} over {chart.x_title}{scale}\n{picture}"
 
 
 def _alerts(curves: "Sequence[Curves]") -> Iterator[str]:

@@ -444,7 +444,7 @@ def _as_json(found: "RateRange", what: str, overrides: list[str]) -> dict[str, A
 def _save(found: "RateRange", path: Path, *, title: str) -> None:
     """Write the range test as a figure, or its points as CSV."""
     from glassformer.lab.plots.figures import lr_figure
-    from glassformer.lens.show.mpl import figure_bytes
+    from glassformer.lens.show.chart_figure import figure_bytes
     from glassformer.spec.csv_text import csv_text
 
     ending = ending_of(path, ENDINGS)

@@ -7,9 +7,9 @@ machine whose edges lead to the next state, back or to the state itself is drawn
 on a circle. Text is `currentColor`, so that the drawing follows the page around it.
 """
 
-import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,10 @@ from glassformer.budget.question import Budget
 from glassformer.costs.parameter_table import allocate
 from glassformer.data.automata.machine import Machine
 from glassformer.lab.measure.evaluate import READINGS, ROWS, Table, order, shares
-from glassformer.lab.plots.curves import Line, plot
+from glassformer.lens.show.chart import Grid, Line, Lines, Panels
+from glassformer.lens.show.chart_text import chart_text
 from glassformer.lens.show.html import escape, escape_line
-from glassformer.lens.show.palette import COLOURS, SERIES, SERIES_ON_EITHER, heat_colours
+from glassformer.lens.show.palette import COLOURS, SERIES, SERIES_ON_EITHER
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,99 +32,76 @@ if TYPE_CHECKING:
     from glassformer.training.fit import RateRange
 
 
-def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
-    """Draw confusion tables side by side: rows are targets, columns predictions, in per cent."""
+def confusion_chart(confusion: Mapping[str, Table], *, title: str) -> Panels:
+    """Return confusion tables side by side: rows are targets, columns predictions, in per cent."""
     if not confusion:
         raise InputError(
             f"nothing can be confused in {title}",
             hint="digits has operations that one can take for another",
         )
-    from glassformer.lens.show.mpl import Picture
-
-    widths = [max(4, len(order(table)[1])) for table in confusion.values()]
-    height = max(len(table) for table in confusion.values())
-    size = (1.6 * len(widths) + 0.56 * sum(widths), 1.9 + 0.5 * height)
-    figure = Picture(figsize=size, layout="constrained")
-    grids = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-    for axes, (group, table) in zip(grids, confusion.items(), strict=True):
-        _draw(axes, group, table)
-    head = figure.suptitle(f"{title}: per cent of each row; n examples at its right")
-    head.set(fontsize=10, parse_math=False)
-    return figure
+    grids = tuple(_confusion(group, table) for group, table in confusion.items())
+    head = f"{title}: per cent of each row; n examples at its right"
+    return Panels(charts=grids, columns=len(grids), title=head)
 
 
-def _draw(axes: Any, group: str, table: Table) -> None:
+def _confusion(group: str, table: Table) -> Grid:
     rows, columns = order(table)
     cells = shares(table)
-    axes.imshow(cells, cmap=heat_colours(), vmin=0.0, vmax=1.0, aspect="auto")
-    for y, (name, line) in enumerate(zip(rows, cells, strict=True)):
-        for x, share in enumerate(line):
-            colour = "white" if share > 0.3 else "black" if share else "0.6"
-            text = f"{100 * share:.1f}" if share else "·"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
-        count = sum(table[name].values())
-        axes.text(len(columns) - 0.4, y, f"{count:,}", va="center", fontsize=8, color="0.35")
-    axes.set_xticks(range(len(columns)), columns, fontsize=8, parse_math=False)
-    axes.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
-    if max(map(len, columns)) > 3:
-        axes.tick_params(axis="x", labelrotation=35)
-    axes.set_ylabel(ROWS.get(group, f"{group} asked"), parse_math=False)
-    axes.set_xlabel(f"answered as\n({READINGS.get(group, group)})", fontsize=8, parse_math=False)
-    axes.spines[:].set_visible(False)
+    return Grid(
+        title="",
+        values=np.array(cells),
+        rows=tuple(rows),
+        columns=tuple(columns),
+        cells=tuple(tuple(f"{100 * v:.1f}" if v else "·" for v in line) for line in cells),
+        notes=tuple(f"{sum(table[name].values()):,}" for name in rows),
+        x_title=f"answered as\n({READINGS.get(group, group)})",
+        y_title=ROWS.get(group, f"{group} asked"),
+    )
+
+
+def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
+    """Return the same as a figure of matplotlib."""
+    from glassformer.lens.show.chart_figure import chart_figure
+
+    return chart_figure(confusion_chart(confusion, title=title))
 
 
 #: The drawn losses end this far above the first one: a diverging end would hide the rest.
 CEILING = 1.5
 
 
+def lr_chart(found: "RateRange") -> Lines:
+    """Return the smoothed loss over the rate, with the stable range and the suggestion marked."""
+    rates, losses = (np.array(each) for each in zip(*found.curve, strict=True))
+    below = 0.05 * (losses[0] - losses.min())
+    return Lines(
+        title="training loss, smoothed",
+        lines=(Line(label="", x=rates, y=losses),),
+        x_title="learning rate",
+        log_x=True,
+        y_range=(losses.min() - below, min(1.05 * losses.max(), CEILING * losses[0])),
+        band=(found.low, found.high, f"falls from {found.low:.1e} to {found.high:.1e}"),
+        rule=(found.suggestion, f"{found.suggestion:.1e}"),
+    )
+
+
 def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str:
     """Return the curve as text, with `!` under the suggested rate."""
-    rates, losses = _clipped(found.curve)
-    line = Line("loss", np.array(rates), np.array(losses))
-    picture = plot(
-        [line], width=width, height=10, log_x=True, alerts=[found.suggestion], unicode=unicode
+    chart = lr_chart(found)
+    (line,) = chart.lines
+    kept = line.y <= CEILING * line.y[0]  # a diverging end would flatten the rest
+    drawn = Line(label="loss", x=line.x[kept], y=line.y[kept])
+    picture = chart_text(
+        replace(chart, lines=(drawn,), y_range=None), width=width, height=10, unicode=unicode
     )
     return f"{picture}\n(loss over the learning rate, on a logarithmic axis; ! is the suggestion)"
 
 
 def lr_figure(found: "RateRange", *, title: str) -> "Figure":
-    """Draw the smoothed loss over the rate, with the stable range and the suggestion marked."""
-    from glassformer.lens.show.mpl import Picture
+    """Return the range test as a figure of matplotlib."""
+    from glassformer.lens.show.chart_figure import chart_figure
 
-    figure = Picture(figsize=(7.2, 3.8), layout="constrained")
-    axes = figure.subplots()
-    rates, losses = zip(*found.curve, strict=True)
-    axes.plot(rates, losses, color=SERIES[0], linewidth=1.6)
-    axes.set_xscale("log")
-    axes.set_ylim(
-        min(losses) - 0.05 * (losses[0] - min(losses)), min(1.05 * max(losses), CEILING * losses[0])
-    )
-    axes.axvspan(found.low, found.high, color=SERIES[2], alpha=0.15)
-    axes.axvline(found.suggestion, color=SERIES[1], linestyle="--", linewidth=1.4)
-    top = axes.get_xaxis_transform()
-    axes.text(
-        found.suggestion, 0.97, f" {found.suggestion:.1e}", color=SERIES[1], transform=top, va="top"
-    )
-    axes.text(
-        found.low,
-        0.03,
-        f" falls from {found.low:.1e} to {found.high:.1e}",
-        transform=top,
-        fontsize=8,
-    )
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("training loss, smoothed")
-    axes.set_title(title, fontsize=10, parse_math=False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _clipped(curve: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return the points below the ceiling, so that a diverging end does not flatten the rest."""
-    ceiling = CEILING * curve[0][1]
-    kept = [(rate, loss) for rate, loss in curve if loss <= ceiling]
-    return [rate for rate, _ in kept], [loss for _, loss in kept]
+    return chart_figure(Panels(charts=(lr_chart(found),), title=title))
 
 
 #: Colours end at this drift: 5 points of the ratio, or a quarter of the expansion.
@@ -132,17 +110,14 @@ MOST_DRIFT = 5.0
 
 def design_figure(answer: Answer) -> bytes:
     """Return a PNG: the allocation as a bar, the landscape as a grid of layers x d_model."""
-    from glassformer.lens.show.mpl import Picture
+    from glassformer.lens.show.chart_figure import Picture, draw_chart, figure_bytes
 
     figure = Picture(figsize=(10.5, 5.2), layout="constrained")
     bar, grid = figure.subplots(1, 2, width_ratios=(1, 4))
     _draw_allocation(bar, answer)
-    _draw_landscape(figure, grid, answer.budget)
+    draw_chart(figure, grid, landscape_chart(answer.budget))
     figure.suptitle(str(answer.best), fontsize=9)
-    picture = io.BytesIO()
-    # Without the software's name and version the bytes depend on the drawing alone.
-    figure.savefig(picture, format="png", dpi=90, metadata={"Software": None})
-    return picture.getvalue()
+    return figure_bytes(figure, "png", dpi=90)
 
 
 #: The colours of the parts, as on the page Design: token, position, head, attention, FFN, norms.
@@ -180,28 +155,24 @@ def _draw_allocation(axes: Any, answer: Answer) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _draw_landscape(figure: "Figure", axes: Any, budget: Budget) -> None:
-    cells = landscape(budget)
-    values = [
-        [MOST_DRIFT if d is None else min(MOST_DRIFT, drift(d)) for d in row] for row in cells
-    ]
-    image = axes.imshow(
-        values, origin="lower", aspect="auto", cmap=heat_colours(), vmin=0, vmax=MOST_DRIFT
+def landscape_chart(budget: Budget) -> Grid:
+    """Return layers x d_model of the best design for each pair of targets, coloured by drift."""
+    found = landscape(budget)
+    return Grid(
+        title="layers x d_model of the best design for each pair of targets",
+        values=np.array([[MOST_DRIFT if d is None else drift(d) for d in row] for row in found]),
+        rows=tuple(f"{glu:g}" for glu in EXPANSIONS),
+        columns=tuple(f"{ratio:.0%}" for ratio in RATIOS),
+        high=MOST_DRIFT,
+        cells=tuple(
+            tuple("-" if d is None else f"{d.sizes.n_layers}x{d.sizes.d_model}" for d in row)
+            for row in found
+        ),
+        key="drift: points of the ratio, or steps of 5% of the expansion",
+        x_title="target embedding ratio",
+        y_title="target GLU expansion",
+        from_bottom=True,
     )
-    for y, row in enumerate(cells):
-        for x, found in enumerate(row):
-            text = "-" if found is None else f"{found.sizes.n_layers}x{found.sizes.d_model}"
-            dark = values[y][x] > MOST_DRIFT / 4
-            axes.text(
-                x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black"
-            )
-    axes.set_xticks(range(len(RATIOS)), [f"{ratio:.0%}" for ratio in RATIOS])
-    axes.set_yticks(range(len(EXPANSIONS)), [f"{glu:g}" for glu in EXPANSIONS])
-    axes.set_xlabel("wished embedding ratio")
-    axes.set_ylabel("wished GLU expansion")
-    axes.set_title("layers x d_model of the best design for each pair of wishes", fontsize=9)
-    label = "drift: points of the ratio, or steps of 5% of the expansion"
-    figure.colorbar(image, ax=axes, label=label, extend="max")
 
 
 # --- finite-state machines ------------------------------------------------------------------------

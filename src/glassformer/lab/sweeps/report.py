@@ -9,15 +9,19 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
+
+import numpy as np
 
 from glassformer.budget.question import Budget
 from glassformer.lab.sweeps.executors import Result
 from glassformer.lab.sweeps.plan import Cell as Planned
 from glassformer.lab.sweeps.plan import Plan, run_name
 from glassformer.lab.sweeps.ranking import Comparison, Ranked, Ranking
-from glassformer.lens.show import palette
-from glassformer.lens.show.block_picture import Element
+from glassformer.lens.show.chart import Grid, Line, Lines, scale_of
+from glassformer.lens.show.chart_svg import chart_svg, line, series_colour, words
+from glassformer.lens.show.element import Element, el, picture
 from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.options import options_of
@@ -131,11 +135,11 @@ def _table_lines(plan: Plan, ranking: Ranking, width: int) -> Iterator[str]:
 
     yield line(heads)
     group = 1
-    for row, words in zip(ranking.rows, lines, strict=False):
+    for row, texts in zip(ranking.rows, lines, strict=False):
         if row.group != group:
             yield "-" * min(width, sum(widths.values()) + 2 * len(widths) - 2)
             group = row.group
-        yield line(words)
+        yield line(texts)
     if len(ranking.rows) > LISTED:
         yield f"and {len(ranking.rows) - LISTED} more: table.csv has all"
     for row in ranking.rows[:LISTED]:
@@ -250,57 +254,16 @@ def table_csv(plan: Plan, ranking: Ranking, results: Mapping[str, Result]) -> st
 # --- pictures -------------------------------------------------------------------------------------
 
 
-def _el(tag: str, *inside: "Element | str", **props: object) -> Element:
-    named = {key.rstrip("_").replace("_", "-"): str(value) for key, value in props.items()}
-    return Element(tag, named, inside)
-
-
-def _picture(width: float, height: float, label: str, inside: Iterable[Element]) -> Element:
-    return _el(
-        "svg",
-        _el("title", label),
-        *inside,
-        xmlns="http://www.w3.org/2000/svg",
-        role="img",
-        aria_label=label,
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        font_size="12",
-        fill="currentColor",
-    )
-
-
 class _Axis:
-    """Numbers onto pixels, with a few round ticks."""
+    """Numbers onto pixels."""
 
     def __init__(self, values: Iterable[float], start: float, end: float) -> None:
-        known = [value for value in values if math.isfinite(value)] or [0.0]
-        low, high = min(known), max(known)
-        pad = (high - low) * 0.04 or abs(high) * 0.01 or 1.0
-        self.low, self.high, self.start, self.end = low - pad, high + pad, start, end
+        known = np.array([value for value in values if math.isfinite(value)])
+        self.scale, self.start, self.end = scale_of(known, pad=0.04), start, end
 
     def at(self, value: float) -> float:
         """Return the pixel of a number."""
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self, count: int = 5) -> list[float]:
-        """Return round numbers inside."""
-        rough = (self.high - self.low) / count
-        power = 10 ** math.floor(math.log10(rough))
-        step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
-        first = math.ceil(self.low / step)
-        return [i * step for i in range(first, math.floor(self.high / step) + 1)]
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, **props: object) -> Element:
-    ends = {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}"}
-    return _el("line", **{"stroke": "currentColor", **ends, **props})
-
-
-def _words(x: float, y: float, text: str, *, anchor: str = "start", **props: object) -> Element:
-    return _el("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, **props)
+        return self.start + self.scale.at(value) * (self.end - self.start)
 
 
 def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
@@ -311,33 +274,31 @@ def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
     axis = _Axis([*ends, *(v for row in rows for v in row.seeds)], left + 8, width - 12)
     height = 20 * len(rows) + 34
     parts: list[Element] = []
-    for tick in axis.ticks():
+    for tick in axis.scale.ticks(5):
         x = axis.at(tick)
-        parts.append(_line(x, 4, x, height - 28, stroke_opacity="0.15"))
-        parts.append(_words(x, height - 12, f"{tick:.4g}", anchor="middle", opacity="0.75"))
+        parts.append(line(x, 4, x, height - 28, stroke_opacity="0.15"))
+        parts.append(words(x, height - 12, f"{tick:.4g}", anchor="middle", opacity="0.75"))
     for index, row in enumerate(rows):
         y = 20 * index + 16
-        colour = palette.SERIES_ON_EITHER[(row.group - 1) % len(palette.SERIES_ON_EITHER)]
+        colour = series_colour(row.group - 1)
         if index and rows[index - 1].group != row.group:
-            parts.append(_line(4, y - 10, width - 4, y - 10, stroke_opacity="0.35"))
+            parts.append(line(4, y - 10, width - 4, y - 10, stroke_opacity="0.35"))
         most = int(left / 6.9)
         name = row.name if len(row.name) <= most else f"{row.name[: most - 1]}…"
-        parts.append(_words(left, y + 4, name, anchor="end"))
+        parts.append(words(left, y + 4, name, anchor="end"))
         if row.low is not None and row.high is not None:
             parts.append(
-                _line(axis.at(row.low), y, axis.at(row.high), y, stroke=colour, stroke_width=2)
+                line(axis.at(row.low), y, axis.at(row.high), y, stroke=colour, stroke_width=2)
             )
         parts += [
             # below the interval, which would cover them
-            _el(
-                "circle", cx=f"{axis.at(v):.1f}", cy=y + 6, r="2.4", fill=colour, fill_opacity="0.8"
-            )
+            el("circle", cx=f"{axis.at(v):.1f}", cy=y + 6, r="2.4", fill=colour, fill_opacity="0.8")
             for v in row.seeds
         ]
         x = axis.at(row.mean)
-        tip = _el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}")
+        tip = el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}")
         parts.append(
-            _el(
+            el(
                 "rect",
                 tip,
                 x=f"{x - 2:.1f}",
@@ -349,11 +310,11 @@ def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
             )
         )
     label = f"{_title(ranking.metric)} of each cell: mean, 95 % interval, every seed a dot"
-    return _picture(width, height, label, parts)
+    return picture(width, height, label, *parts)
 
 
-def heat_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Element | None:
-    """Draw the mean score over the two factors with the largest main effects; None without two."""
+def heat_chart(plan: Plan, ranking: Ranking) -> Grid | None:
+    """Return the mean score over the two factors with the largest effects; None without two."""
     span: dict[str, float] = {}
     for effect in ranking.effects:
         size = abs(effect.effect)
@@ -370,40 +331,19 @@ def heat_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Element 
     means = {key: math.fsum(values) / len(values) for key, values in found.items()}
     rows = list(dict.fromkeys(key[0] for key in _in_order(plan, means, down, across)))
     columns = list(dict.fromkeys(key[1] for key in _in_order(plan, means, down, across)))
-    low, high = min(means.values()), max(means.values())
-    left, top = 20 + 7.2 * max(len(f"{down.rpartition('.')[2]}={r}") for r in rows), 30
-    wide = min(120.0, (width - left - 8) / len(columns))
-    parts = [
-        _words(left + (i + 0.5) * wide, 20, f"{across.rpartition('.')[2]}={c}", anchor="middle")
-        for i, c in enumerate(columns)
-    ]
-    for r, row_value in enumerate(rows):
-        y = top + 30 * r
-        parts.append(
-            _words(left - 8, y + 19, f"{down.rpartition('.')[2]}={row_value}", anchor="end")
-        )
-        for c, column in enumerate(columns):
-            mean = means.get((row_value, column))
-            if mean is None:
-                continue
-            share = (mean - low) / (high - low) if high > low else 0.0
-            good = 1 - share if ranking.smaller_is_better else share
-            parts.append(
-                _el(
-                    "rect",
-                    x=f"{left + c * wide:.1f}",
-                    y=y,
-                    width=f"{wide - 2:.1f}",
-                    height=28,
-                    rx=3,
-                    fill=palette.COLOURS["heat-high"].either,
-                    fill_opacity=f"{0.08 + 0.5 * good:.3f}",
-                )
-            )
-            text = score_text(mean, ranking.metric)
-            parts.append(_words(left + (c + 0.5) * wide, y + 19, text, anchor="middle"))
-    label = f"Mean {_title(ranking.metric)} over {down} and {across}; the darker the better"
-    return _picture(left + wide * len(columns) + 8, top + 30 * len(rows) + 4, label, parts)
+    sign = -1.0 if ranking.smaller_is_better else 1.0
+    values = np.array([[sign * means.get((r, c), math.nan) for c in columns] for r in rows])
+    return Grid(
+        title=f"Mean {_title(ranking.metric)} over {down} and {across}; the darker the better",
+        values=values,
+        rows=tuple(f"{down.rpartition('.')[2]}={value}" for value in rows),
+        columns=tuple(f"{across.rpartition('.')[2]}={value}" for value in columns),
+        low=float(np.nanmin(values)),
+        high=float(np.nanmax(values)),
+        cells=tuple(
+            tuple(score_text(means.get((r, c)), ranking.metric) for c in columns) for r in rows
+        ),
+    )
 
 
 def _in_order(
@@ -437,11 +377,11 @@ def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Elem
         points = [(place[f], levels[f][settings.get(f, "")]) for f in factors]
         points.append((place[""], scores.at(row.mean)))
         first = row.group == 1
-        colour = palette.SERIES_ON_EITHER[0] if first else "currentColor"
+        colour = series_colour(0) if first else "currentColor"
         parts.append(
-            _el(
+            el(
                 "polyline",
-                _el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}"),
+                el("title", f"{row.name}: {score_text(row.mean, ranking.metric)}"),
                 points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points),
                 fill="none",
                 stroke=colour,
@@ -452,23 +392,24 @@ def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Elem
     middle = (top + bottom) / 2
     for factor in factors:
         x = place[factor]
-        parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
-        parts.append(_words(x, 18, factor.rpartition(".")[2], anchor="middle", font_weight=600))
+        parts.append(line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
+        parts.append(words(x, 18, factor.rpartition(".")[2], anchor="middle", font_weight=600))
         every = max(1, math.ceil(len(levels[factor]) / 12))
         for value, y in list(levels[factor].items())[::every]:
             if factor == factors[0]:
-                parts.append(_words(x - 6, y + 4, value[:14], anchor="end", opacity="0.8"))
+                parts.append(words(x - 6, y + 4, value[:14], anchor="end", opacity="0.8"))
             else:  # beside the lines that arrive and leave
                 beside = y - 5 if y < middle else y + 13
-                parts.append(_words(x + 5, beside, value[:14], opacity="0.8"))
+                parts.append(words(x + 5, beside, value[:14], opacity="0.8"))
     x = place[""]
-    parts.append(_line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
-    parts.append(_words(x, 18, _title(ranking.metric), anchor="middle", font_weight=600))
+    parts.append(line(x, top - 6, x, bottom + 6, stroke_opacity="0.5"))
+    parts.append(words(x, 18, _title(ranking.metric), anchor="middle", font_weight=600))
     parts += [
-        _words(x + 6, scores.at(tick) + 4, f"{tick:.4g}", opacity="0.8") for tick in scores.ticks()
+        words(x + 6, scores.at(tick) + 4, f"{tick:.4g}", opacity="0.8")
+        for tick in scores.scale.ticks(5)
     ]
     label = "Every cell as a line through its settings to its score; the first group in colour"
-    return _picture(width, height, label, parts)
+    return picture(width, height, label, *parts)
 
 
 def _as_number(text: str) -> tuple[int, float, str]:
@@ -478,45 +419,42 @@ def _as_number(text: str) -> tuple[int, float, str]:
         return 1, 0.0, text
 
 
-def curves_picture(
-    ranking: Ranking, curves: Mapping[int, Mapping[int, float]], *, width: int = WIDE
-) -> Element | None:
-    """Draw the mean score at every evaluation, of the best cells and of the last one."""
+def curves_chart(ranking: Ranking, curves: Mapping[int, Mapping[int, float]]) -> Lines | None:
+    """Return the mean score at every evaluation, of the best cells and of the last one."""
     rows = [row for row in ranking.rows if len(curves.get(row.cell, {})) > 1]
     chosen = rows[: CURVES - 1] + (rows[-1:] if len(rows) >= CURVES else [])
     if not chosen:
         return None
-    drawn = {row.cell: curves[row.cell] for row in chosen}
-    values = [v for curve in drawn.values() for v in curve.values()]
-    # early evaluations of a loss are far above the rest, which is where cells differ
-    top_value = sorted(values)[int(0.9 * (len(values) - 1))] if ranking.smaller_is_better else None
-    shown = [v for v in values if top_value is None or v <= top_value]
-    y_axis = _Axis(shown, 250, 12)
-    x_axis = _Axis([step for curve in drawn.values() for step in curve], 60, width - 12)
-    parts: list[Element] = []
-    for tick in y_axis.ticks():
-        y = y_axis.at(tick)
-        parts.append(_line(60, y, width - 12, y, stroke_opacity="0.15"))
-        parts.append(_words(54, y + 4, f"{tick:.4g}", anchor="end", opacity="0.75"))
-    for tick in x_axis.ticks():
-        if tick >= 0:
-            x = x_axis.at(tick)
-            parts.append(_words(x, 268, f"{tick:,.0f}", anchor="middle", opacity="0.75"))
-    for index, row in enumerate(chosen):
-        colour = palette.SERIES_ON_EITHER[index % len(palette.SERIES_ON_EITHER)]
-        dash = ("", "6 3", "2 3")[index // len(palette.SERIES_ON_EITHER) % 3]
-        points = [
-            f"{x_axis.at(step):.1f},{y_axis.at(value):.1f}"
-            for step, value in sorted(drawn[row.cell].items())
-            if top_value is None or value <= top_value
-        ]
-        style = {"fill": "none", "stroke": colour, "stroke_width": 1.8, "stroke_dasharray": dash}
-        parts.append(_el("polyline", points=" ".join(points), **style))
-        y = 292 + 18 * index
-        parts.append(_line(60, y - 4, 86, y - 4, **{**style, "fill": "none"}))
-        parts.append(_words(92, y, f"{row.rank}  {row.name}"))
-    label = f"Mean {_title(ranking.metric)} over seeds at every evaluation, by step"
-    return _picture(width, 296 + 18 * len(chosen), label, parts)
+    lines: list[Line] = []
+    values: list[float] = []
+    for row in chosen:
+        steps, scores = zip(*sorted(curves[row.cell].items()), strict=True)
+        x, y = np.array(steps, np.float64), np.array(scores, np.float64)
+        lines.append(Line(label=f"{row.rank}  {row.name}", x=x, y=y))
+        values += scores
+    if ranking.smaller_is_better:
+        # early evaluations of a loss are far above the rest, which is where cells differ
+        top = sorted(values)[int(0.9 * (len(values) - 1))]
+        lines = [replace(line, y=np.where(line.y <= top, line.y, np.nan)) for line in lines]
+    return Lines(
+        title=f"Mean {_title(ranking.metric)} over seeds at every evaluation, by step",
+        lines=tuple(lines),
+        legend=True,
+    )
+
+
+def pictures(
+    plan: Plan, ranking: Ranking, curves: Mapping[int, Mapping[int, float]]
+) -> Iterator[tuple[str, str, Element]]:
+    """Yield key, heading and picture: two factors, all settings, the curves."""
+    if not ranking.rows:
+        return
+    if (heat := heat_chart(plan, ranking)) is not None:
+        yield "factors", "Two factors", chart_svg(heat, width=WIDE)
+    if (settings := parallel_picture(plan, ranking)) is not None:
+        yield "settings", "Settings", settings
+    if (lines := curves_chart(ranking, curves)) is not None:
+        yield "curves", "Curves", chart_svg(lines, width=WIDE, height=280)
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -547,21 +485,15 @@ def html(
         body += scrolled(intervals_picture(ranking).svg(), label="ranking")
         body += _ranking_table(plan, ranking)
         sections.append(Section("ranking", "Ranking", body))
-    pictures = (
-        ("factors", "Two factors", heat_picture(plan, ranking) if ranking.rows else None),
-        ("settings", "Settings", parallel_picture(plan, ranking) if ranking.rows else None),
-        ("curves", "Curves", curves_picture(ranking, curves) if ranking.rows else None),
-    )
-    for key, heading, picture in pictures:
-        if picture is not None:
-            body = say(f"{picture.props['aria-label']}.", kind="note")
-            body += scrolled(picture.svg(), label=heading)
-            if key == "curves":
-                body += "".join(
-                    say(f"The best was behind {one.ahead} until step {one.step:,}.")
-                    for one in ranking.crossings[:5]
-                )
-            sections.append(Section(key, heading, body))
+    for key, heading, drawn in pictures(plan, ranking, curves):
+        body = say(f"{drawn.props['aria-label']}.", kind="note")
+        body += scrolled(drawn.svg(), label=heading)
+        if key == "curves":
+            body += "".join(
+                say(f"The best was behind {one.ahead} until step {one.step:,}.")
+                for one in ranking.crossings[:5]
+            )
+        sections.append(Section(key, heading, body))
     if ranking.effects:
         rows = [
             [f"{e.factor}={e.value}", f"{e.effect:+.4f}", f"{e.low:+.4f}", f"{e.high:+.4f}"]

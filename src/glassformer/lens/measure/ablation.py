@@ -1,8 +1,7 @@
 """Heads ranked by their ablation: each one's output set to 0, alone, and the effect measured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,14 +9,13 @@ from torch import Tensor
 from glassformer.lens.capture import ablations, edits_by_tap, eval_mode, repeated
 from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.measure.predictions import NONE, Readout, divergence
-from glassformer.lens.show import html, svg
+from glassformer.lens.show import html
+from glassformer.lens.show.chart import Bars
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # B heads tried at once, T positions, D d_model, V vocabulary of the output head
 
@@ -66,18 +64,18 @@ class Ranking(Displayable):
 
     def parts(self) -> Iterator[str]:
         """Bars of the strongest, and the table of all."""
-        names = [str(head) for head in self.heads[:24]]
         yield html.heading(self.title)
-        yield svg.bars_svg(names, self.effects[:24], label=self.title, form="+.4f")
+        every = self.chart()
+        bars = replace(every, names=every.names[:24], values=every.values[:24])
+        yield chart_svg(bars).svg()
         rows = self.rows()
         lines = (list(row.values()) for row in rows)
         yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Bars:
         """Bars, the strongest at the top."""
-        from glassformer.lens.show.mpl import bars_figure
-
-        return bars_figure([str(head) for head in self.heads], self.effects, title=self.title)
+        names = tuple(map(str, self.heads))
+        return Bars(title=self.title, names=names, values=tuple(self.effects), form="+.4f")
 
 
 def rank_heads(

@@ -6,7 +6,7 @@ the weights of every head over a batch, with the positions of the real tokens, f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -24,7 +24,8 @@ from glassformer.lens.heads import (
     prefix_of,
 )
 from glassformer.lens.show import html
-from glassformer.lens.show.attention_map import AttentionMap
+from glassformer.lens.show.attention_map import AttentionMap, maps_chart
+from glassformer.lens.show.chart import Panels
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
@@ -34,9 +35,6 @@ from glassformer.nn.norm import as_float
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Attention, ModelSpec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # B batch, L layers, N heads, T queries (rows), S keys (columns)
 
@@ -184,11 +182,9 @@ class KindMaps(Displayable):
         lines = (list(row.values()) for row in rows)
         yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Panels:
         """All heads, one row of pictures per layer."""
-        from glassformer.lens.show.mpl import maps_figure
-
-        return maps_figure(list(self.heads()), columns=self.shape[1], words=False)
+        return maps_chart(list(self.heads()), columns=self.shape[1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -241,13 +237,10 @@ class Attentions(Displayable):
         for maps in self.by_kind.values():
             yield from maps.parts()
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Panels:
         """All heads of all kinds."""
-        from glassformer.lens.show.mpl import maps_figure
-
         every = [each for maps in self.by_kind.values() for each in maps.heads()]
-        columns = max(maps.shape[1] for maps in self.by_kind.values())
-        return maps_figure(every, columns=columns, words=False)
+        return maps_chart(every, columns=max(maps.shape[1] for maps in self.by_kind.values()))
 
 
 def read_attention(

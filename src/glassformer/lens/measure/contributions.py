@@ -8,25 +8,24 @@ vector, its norm, the norm of what was added, and what would be predicted there 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glassformer.lens.capture import Capture, eval_mode, residual_rows
 from glassformer.lens.heads import prefix_of
 from glassformer.lens.measure.predictions import LogitLens, Readout
-from glassformer.lens.show import html, svg
-from glassformer.lens.show.block_picture import STYLE, Element, path, rect, short, text
+from glassformer.lens.show import html
+from glassformer.lens.show.block_picture import STYLE
+from glassformer.lens.show.chart import Bars, Grid, Lines, Panels, series
+from glassformer.lens.show.chart_svg import chart_svg, data_uri, heatmap_png
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.svg import data_uri, heatmap_png
+from glassformer.lens.show.element import Element, path, rect, short, text
 from glassformer.lens.show.text import shown
 from glassformer.nn.norm import as_float
 from glassformer.nn.taps import Edit, Taps
 from glassformer.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # L layers, R rows of the residual, T positions, D d_model
 
@@ -85,21 +84,39 @@ class Norms(Displayable):
     def parts(self) -> Iterator[str]:
         """Lines over depth, then the table of the residual."""
         yield html.heading("norms after each sublayer, mean over positions")
-        series = {"residual": self.residual.mean(1).tolist()}
-        label = "residual norm by depth"
-        yield svg.lines_svg(series, label=label, words=self.row_names)
-        added = {name: values.mean(1).tolist() for name, values in self.parts_by_name().items()}
-        yield svg.lines_svg(added, label="norm of what each layer adds, by layer")
+        norm, added = self._lines()
+        yield chart_svg(norm, label="residual norm by depth", width=520).svg()
+        yield chart_svg(added, width=520).svg()
         lines = ([name, *values] for name, values in self._residual())
         words = [shown(word, most=12) for word in self.words]
         inside = html.table(["", *words], lines, caption="residual norm by position")
         yield html.folded("as a table", inside)
 
-    def figure(self) -> "Figure":
-        """The residual by depth and position, and what each layer adds."""
-        from glassformer.lens.show.mpl import norms_figure
+    def _lines(self) -> tuple[Lines, Lines]:
+        """Return the residual's norm by depth, and the norm of what is added, by layer."""
+        residual = {"residual": self.residual.mean(1).tolist()}
+        added = {name: values.mean(1).tolist() for name, values in self.parts_by_name().items()}
+        title = "norm of what each layer adds, mean over positions"
+        return (
+            series(residual, words=self.row_names, title="norm of the residual stream"),
+            series(added, words=[f"L{i}" for i in range(len(self.mlp))], title=title),
+        )
 
-        return norms_figure(self)
+    def chart(self) -> Panels:
+        """The residual by depth and position, and what each layer adds."""
+        values = self.residual.double().numpy()
+        grid = Grid(
+            title="norm of the residual stream",
+            values=values,
+            rows=self.row_names,
+            columns=self.words,
+            high=float(np.nanmax(values)),
+            key="norm",
+            x_title="token at each position",
+            y_title="after",
+            from_bottom=True,
+        )
+        return Panels(charts=(grid, self._lines()[1]), columns=2)
 
 
 def read_norms(spec: ModelSpec, captured: Capture, *, words: tuple[str, ...]) -> Norms:
@@ -207,7 +224,8 @@ class ExpertChoices(Displayable):
         for layer, size, load in zip(self.layers, self.sizes, self.load.tolist(), strict=True):
             names = [f"L{layer} expert {expert}" for expert in range(size)]
             label = f"load of the experts of layer {layer}"
-            yield html.captioned(svg.bars_svg(names, load[:size], label=label), label)
+            bars = Bars(title=label, names=tuple(names), values=tuple(load[:size]))
+            yield html.captioned(chart_svg(bars).svg(), label)
         heading = ["position", "word", *(f"L{layer}" for layer in self.layers)]
         lines = (
             [t, shown(word), *(cell.partition(" ")[2] for cell in self._cells(t))]
@@ -216,12 +234,11 @@ class ExpertChoices(Displayable):
         inside = html.table(heading, lines, caption="experts of each token, largest weight first")
         yield html.folded("experts of each token", inside)
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Bars:
         """The load of every expert."""
-        from glassformer.lens.show.mpl import bars_figure
-
         names = [f"L{layer} expert {e}" for layer in self.layers for e in range(max(self.sizes))]
-        return bars_figure(names, self.load.flatten().tolist(), title="load of experts")
+        values = tuple(self.load.flatten().tolist())
+        return Bars(title="load of experts", names=tuple(names), values=values)
 
 
 def read_experts(
@@ -244,9 +261,6 @@ def read_experts(
     sizes = tuple(ffn.n_experts for ffn in own.values())
     return ExpertChoices(tuple(own), sizes, weights_LTE, words)
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # R rows (embed, each sublayer), D d_model
 
@@ -309,16 +323,16 @@ class TokenPath(Displayable):
     def _repr_svg_(self) -> str:
         return self.element(style=True).svg()
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Grid:
         """The vectors as a heat map, each row scaled to its largest number."""
-        from glassformer.lens.show.mpl import grid_figure
-
-        return grid_figure(
-            self._scaled().numpy(),
-            rows=self.row_names,
-            columns=[str(i) for i in range(self.values_RD.shape[1])],
+        return Grid(
             title=self.title,
-            label="of the row's largest",
+            values=self._scaled().double().numpy(),
+            rows=self.row_names,
+            columns=tuple(str(i) for i in range(self.values_RD.shape[1])),
+            low=-1.0,
+            signed=True,
+            key="of the row's largest",
         )
 
     def _scaled(self) -> Tensor:

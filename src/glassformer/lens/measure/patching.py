@@ -7,7 +7,7 @@ run, and a metric of the prediction is read: 0 = the corrupt run, 1 = the clean 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from glassformer.lens.heads import attentions, part_of, prefix_of
 from glassformer.lens.inspection import Inspection
 from glassformer.lens.measure.ablation import CHUNK
 from glassformer.lens.measure.predictions import Readout, chosen_head, no_targets, readout_position
-from glassformer.lens.show import html, svg
+from glassformer.lens.show import html
+from glassformer.lens.show.chart import Grid
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import shown
 from glassformer.models.inputs import Inputs
@@ -34,9 +36,6 @@ from glassformer.nn.taps import Taps
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # B sites tried at once, T positions, N heads, D d_model
 
@@ -267,28 +266,26 @@ class Patching(Displayable):
     def parts(self) -> Iterator[str]:
         """The grid, then the table."""
         yield html.captioned(
-            svg.heatmap_svg(
-                self.share.numpy(),
-                rows=[f"L{layer}" for layer in range(len(self.share))],
-                columns=self.columns_words,
-                label=self.summary(),
-            ),
+            chart_svg(self.chart(), label=self.summary(), width=384).svg(),
             self.summary(),
         )
         rows = self.rows()
         lines = (list(row.values()) for row in rows)
         yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
 
-    def figure(self) -> "Figure":
-        """The grid as a matplotlib figure."""
-        from glassformer.lens.show.mpl import grid_figure
-
-        return grid_figure(
-            self.share.numpy(),
-            rows=[f"L{layer}" for layer in range(len(self.share))],
-            columns=self.columns_words,
+    def chart(self) -> Grid:
+        """The grid of layers and positions."""
+        values = self.share.double().numpy()
+        largest = max(1.0, float(np.nanmax(np.abs(values))))
+        return Grid(
             title=self.title,
-            label="share of the clean metric",
+            values=values,
+            rows=tuple(f"L{layer}" for layer in range(len(self.share))),
+            columns=self.columns_words,
+            low=-largest,
+            high=largest,
+            signed=True,
+            key="share of the clean metric",
         )
 
 

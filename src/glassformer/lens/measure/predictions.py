@@ -13,7 +13,7 @@ cut off there would predict; only the row `embed` has passed no norm.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from glassformer.data.batch import Batch
 from glassformer.lens.capture import Capture, eval_mode, residual_rows
-from glassformer.lens.show import html, svg
+from glassformer.lens.show import html
+from glassformer.lens.show.chart import READABLE, Grid, series
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, shown
 from glassformer.models.inputs import Inputs
@@ -31,9 +33,6 @@ from glassformer.nn.heads import read_out
 from glassformer.nn.norm import as_float
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import ModelSpec, VectorHead
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # R rows of hidden states, T positions, D d_model, V vocabulary of the head, K likeliest ids kept
 
@@ -403,14 +402,27 @@ class LogitLens(Displayable):
             caption="read from the bottom up; shade: probability",
         )
         label = f"KL(final || row) in nats at position {t}"
-        series = {label: self.kl[:, t].tolist()}
-        yield svg.lines_svg(series, label=label, words=self.row_names)
+        drawn = series({label: self.kl[:, t].tolist()}, words=self.row_names)
+        yield chart_svg(drawn, label=label, width=520).svg()
 
-    def figure(self) -> "Figure":
-        """Divergence by row and position, the likeliest words written in."""
-        from glassformer.lens.show.mpl import lens_figure
-
-        return lens_figure(self)
+    def chart(self) -> Grid:
+        """Divergence by row and position, the likeliest words written in; the first row below."""
+        values = self.kl.double().numpy()
+        words = tuple(
+            tuple(shown(self.readout.word(i), most=8) for i in ids) for _, ids, _ in self._firsts()
+        )
+        return Grid(
+            title="logit lens: the likeliest next token after each sublayer",
+            values=values,
+            rows=self.row_names,
+            columns=self.words,
+            high=max(1e-6, float(np.nanmax(values))),
+            cells=words if len(self.words) <= READABLE else (),
+            key="KL(final || row), nats",
+            x_title="token at each position",
+            y_title="after",
+            from_bottom=True,
+        )
 
 
 def read_lens(readout: Readout, captured: Capture, *, words: tuple[str, ...]) -> LogitLens:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from glassformer.lens.heads import HeadName, kind_of
 from glassformer.lens.show import html
-from glassformer.lens.show.attention_map import AttentionMap
+from glassformer.lens.show.attention_map import AttentionMap, maps_chart
+from glassformer.lens.show.chart import Panels
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import Names, shown
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.tensors import read_metadata, read_tensors, tensor_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # B examples, N heads, T queries, S keys, R rows of the residual, K likeliest ids
 
@@ -175,13 +173,10 @@ class Probes(Displayable):
         rows = self.rows()
         yield html.table(list(rows[0]), (list(row.values()) for row in rows), caption=self.title)
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Panels:
         """Every head's map of the first example."""
-        from glassformer.lens.show.mpl import maps_figure
-
         every = [self.map(0, head) for head in self.heads()]
-        columns = max(maps.shape[1] for maps in self.attention.values())
-        return maps_figure(every, columns=columns, words=False)
+        return maps_chart(every, columns=max(maps.shape[1] for maps in self.attention.values()))
 
     def to_bytes(self) -> bytes:
         """Return the file's bytes; equal probes give equal bytes."""

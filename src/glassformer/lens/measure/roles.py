@@ -9,8 +9,9 @@ describes what a head attends to, not what the prediction depends on: ablation d
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,13 +21,11 @@ from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName, heads_of
 from glassformer.lens.measure.attention import BatchAttention, batch_attention
 from glassformer.lens.show import html
+from glassformer.lens.show.chart import Grid
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Holder, Model
 from glassformer.spec.errors import InputError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # B batch, T queries, S keys, G groups
 
@@ -269,16 +268,19 @@ class HeadRoles(Displayable):
         caption = f"head roles: score (chance), {self.source}; threshold {self.threshold} of lift"
         yield html.table(["head", *ROLES, "role"], lines, caption=caption)
 
-    def figure(self) -> "Figure":
+    def chart(self) -> Grid:
         """Lift by head and role."""
-        from glassformer.lens.show.mpl import grid_figure
-
-        return grid_figure(
-            self.lift.numpy(),
-            rows=list(map(str, self.heads)),
-            columns=ROLES,
+        values = self.lift.double().numpy()
+        largest = max(1.0, float(np.nanmax(np.abs(values))))
+        return Grid(
             title=f"{self.title}: a role counts from {self.threshold} on",
-            label="lift: 0 is chance, 1 is all attention",
+            values=values,
+            rows=tuple(map(str, self.heads)),
+            columns=tuple(ROLES),
+            low=-largest,
+            high=largest,
+            signed=True,
+            key="lift: 0 is chance, 1 is all attention",
         )
 
 

@@ -3,27 +3,27 @@
 `Difference`: one map minus another, signed, masked where either is.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from glassformer.lens.heads import HeadName
-from glassformer.lens.show import html, svg
+from glassformer.lens.show import html
+from glassformer.lens.show.chart import Grid, Panels
+from glassformer.lens.show.chart_svg import chart_svg, data_uri, heatmap_png, pooled
 from glassformer.lens.show.displayable import Displayable, Row
 from glassformer.lens.show.text import heatmap_text, shown
 from glassformer.spec.errors import InputError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # T queries (rows), S keys (columns)
 
 #: Maps of at most this many rows and columns are written out cell by cell, of larger ones the
 #: strongest cells.
 WRITTEN, DIFFERENCES_WRITTEN, PEAKS = 32, 12, 12
+#: Pixels of a map's side.
+SIDE = 384
 #: Rows and columns of a thumbnail, at most.
 THUMBNAIL = 64
 
@@ -94,22 +94,15 @@ class Difference(Displayable):
 
     def parts(self) -> Iterator[str]:
         """The map, blue where the first attends more, then its cells as a table."""
-        drawn = svg.heatmap_svg(
-            self.tensor.numpy(),
-            rows=self.rows_words,
-            columns=self.columns_words,
-            label=self.summary(),
-        )
+        drawn = chart_svg(self.chart(), label=self.summary(), width=SIDE).svg()
         yield html.captioned(drawn, self.summary())
         lines = ([*row.values()] for row in self.rows())
         names = ["query", "", "key", "", "difference"]
         yield html.folded("as a table", html.table(names, lines, caption=self.title))
 
-    def figure(self) -> "Figure":
-        """Draw the map on a scale from -1 to 1."""
-        from glassformer.lens.show.mpl import difference_figure
-
-        return difference_figure(self)
+    def chart(self) -> Grid:
+        """The map on a scale from -1 to 1."""
+        return _grid(self, low=-1.0, signed=True, key="difference of the weights")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -178,23 +171,16 @@ class AttentionMap(Displayable):
         ]
         return "\n".join([f"{top}; the strongest:", *lines])
 
-    def svg(self, *, side: int = 384) -> str:
+    def svg(self, *, side: int = SIDE) -> str:
         """Return the labelled map as SVG, masked cells hatched."""
-        return svg.heatmap_svg(
-            self.tensor.numpy(),
-            rows=self.rows_words,
-            columns=self.columns_words,
-            allowed=self.allowed.numpy(),
-            label=self.summary(),
-            side=side,
-        )
+        return chart_svg(self.chart(), label=self.summary(), width=side).svg()
 
     def thumbnail(self) -> str:
         """Return a small image without words; a large map keeps its peaks."""
-        small = svg.pooled(self.tensor.numpy(), most=THUMBNAIL)
-        allowed = svg.pooled(self.allowed.numpy(), most=THUMBNAIL)
+        small = pooled(self.tensor.numpy(), most=THUMBNAIL)
+        allowed = pooled(self.allowed.numpy(), most=THUMBNAIL)
         scale = max(1, 96 // max(small.shape))
-        uri = svg.data_uri(svg.heatmap_png(small, allowed=allowed, scale=scale))
+        uri = data_uri(heatmap_png(small, allowed=allowed, scale=scale))
         T, S = small.shape
         return (
             f'<img src="{uri}" width="{96 * S // max(T, S)}" height="{96 * T // max(T, S)}" '
@@ -229,8 +215,31 @@ class AttentionMap(Displayable):
             inside = html.table(["query", "", "key", "", "weight"], peaks, caption=caption)
         yield html.folded("as a table", inside)
 
-    def figure(self) -> "Figure":
-        """The map as a matplotlib figure."""
-        from glassformer.lens.show.mpl import maps_figure
+    def chart(self) -> Grid:
+        """The map on a scale from 0 to 1, its words at the axes."""
+        return _grid(self, key="attention weight")
 
-        return maps_figure([self], columns=1)
+
+def _grid(
+    each: AttentionMap | Difference, *, key: str, low: float = 0.0, signed: bool = False
+) -> Grid:
+    """Return a map as a grid: queries are rows, keys columns."""
+    return Grid(
+        title=each.title,
+        values=each.tensor.double().numpy(),
+        allowed=each.allowed.numpy(),
+        rows=each.rows_words,
+        columns=each.columns_words,
+        low=low,
+        signed=signed,
+        key=key,
+        x_title="attended to (keys)",
+        y_title="attending (queries)",
+        square=True,
+    )
+
+
+def maps_chart(maps: Sequence[AttentionMap], *, columns: int) -> Panels:
+    """Return small maps on one scale, without words."""
+    bare = (replace(each.chart(), rows=(), columns=()) for each in maps)
+    return Panels(charts=tuple(bare), columns=columns)

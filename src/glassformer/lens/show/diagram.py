@@ -10,18 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from glassformer.lens.show.block_picture import (
-    INSIDE,
-    STYLE,
-    TALL,
-    Element,
-    down_tip,
-    inside_of,
-    path,
-    rect,
-    short,
-    text,
-)
+from glassformer.lens.show.block_picture import INSIDE, STYLE, TALL, inside_of
+from glassformer.lens.show.element import Element, down_tip, path, rect, short, text
 from glassformer.lens.show.outline import Column, Layer, Part, counted, format_count, outline
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from glassformer.lens.show.chart import Drawing
 from glassformer.lens.show.html import capped, page
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import InputError
@@ -53,8 +54,14 @@ class Displayable(ABC):
         """Yield static HTML, most important first; each part is complete by itself."""
 
     @abstractmethod
+    def chart(self) -> Drawing:
+        """What is drawn, as a value: `chart_svg` and `chart_figure` draw it."""
+
     def figure(self) -> "Figure":
-        """A matplotlib figure."""
+        """The chart as a figure of matplotlib."""
+        from glassformer.lens.show.chart_figure import chart_figure
+
+        return chart_figure(self.chart())
 
     def __repr__(self) -> str:
         return self.text()
@@ -90,7 +97,7 @@ class Displayable(ABC):
             case "html":
                 return page(self.title, "".join(self.parts())).encode()
             case _:
-                from glassformer.lens.show.mpl import figure_bytes
+                from glassformer.lens.show.chart_figure import figure_bytes
 
                 return figure_bytes(self.figure(), ending)
 

@@ -22,7 +22,7 @@ from glassformer.lens.inspection import Ablation, Inspection, comparable, compar
 from glassformer.lens.measure.attention import KindMaps
 from glassformer.lens.measure.probes import Probes, read_probes
 from glassformer.lens.show.attention_map import AttentionMap
-from glassformer.lens.show.svg import pooled
+from glassformer.lens.show.chart_svg import pooled
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 from glassformer.spec.units import plain_digits

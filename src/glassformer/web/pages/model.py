@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from glassformer.lab.runs.record import load_run_spec
-from glassformer.lens.show.block_picture import Element, inside_picture
+from glassformer.lens.show.block_picture import inside_picture
 from glassformer.lens.show.diagram import Diagram
+from glassformer.lens.show.element import Element
 from glassformer.lens.show.outline import Attending, Layer, Part, outline
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import FileError, InputError, nearest

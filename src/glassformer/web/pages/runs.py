@@ -20,7 +20,7 @@ import numpy as np
 from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import AXES, Series, Spent, read_curves
 from glassformer.lab.runs.table import duration, read_record
-from glassformer.lens.show.block_picture import Element
+from glassformer.lens.show.element import Element
 from glassformer.spec.errors import FileError, GlassError, InputError, nearest
 from glassformer.store.rundir import NAME, RunDirectory
 from glassformer.web.app import limits
@@ -363,16 +363,10 @@ def _pictures(sweep: "Sweep", ranking: "Ranking") -> Iterator[Element]:
     rows = ranking.rows
     shown = [*rows[: report.CURVES], rows[-1]]
     curves = {row.cell: mean_curve(sweep.plan, sweep.results, row.cell) for row in shown}
-    made = (
-        ("Two factors", report.heat_picture(sweep.plan, ranking)),
-        ("Settings", report.parallel_picture(sweep.plan, ranking)),
-        ("Curves", report.curves_picture(ranking, curves)),
-    )
-    for title, picture in made:
-        if picture is not None:
-            note = Element("p", {"class": "note"}, (f"{picture.props['aria-label']}.",))
-            inside = (Element("h2", {}, (title,)), note, _scrolled(title, picture))
-            yield Element("section", {"class": "panel", "aria-label": title}, inside)
+    for _, title, picture in report.pictures(sweep.plan, ranking, curves):
+        note = Element("p", {"class": "note"}, (f"{picture.props['aria-label']}.",))
+        inside = (Element("h2", {}, (title,)), note, _scrolled(title, picture))
+        yield Element("section", {"class": "panel", "aria-label": title}, inside)
 
 
 def _scrolled(label: str, picture: Element) -> Element:

@@ -20,8 +20,8 @@ from glassformer.lens.inspection import Inspection, inspect
 from glassformer.lens.measure.probes import read_probes
 from glassformer.lens.measure.roles import ROLES, head_roles
 from glassformer.lens.measure.snapshot import truncate
-from glassformer.lens.show import svg
 from glassformer.lens.show.attention_map import AttentionMap
+from glassformer.lens.show.chart_svg import colour_key
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.report_page import (
     Cell,
@@ -82,7 +82,7 @@ def attention(run: Subject) -> Iterator[str]:
         f"the more of its attention.{' Hatched cells are masked.' if masked else ''}",
         kind="note",
     )
-    yield svg.colour_key("attention weight")
+    yield colour_key("attention weight").svg()
     ranked = seen.ranking().heads if len(heads) > LARGE else ()
     kept = [each for each in heads if not ranked or each.head in ranked[:LARGE]]
     left_out = f"; the {LARGE} of {len(heads)} whose ablation changes most" if ranked else ""

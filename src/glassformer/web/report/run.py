@@ -1,16 +1,13 @@
 """The run that is reported, and the sections about it: settings, curves, samples, files."""
 
-import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from glassformer.adapters.base import BaseAdapter
 from glassformer.adapters.folder.paths import checkpoint_of
@@ -18,20 +15,13 @@ from glassformer.adapters.load import load
 from glassformer.costs.parameter_table import parameter_table
 from glassformer.data.task import Task
 from glassformer.lab.api import opened
-from glassformer.lab.plots.curves import (
-    X_TITLES,
-    Drawn,
-    Panel,
-    alerts_text,
-    apart,
-    panels,
-    smoothing_text,
-)
+from glassformer.lab.plots.curves import alerts_text, panels, smoothing_text
 from glassformer.lab.runs.artifacts import read_samples
 from glassformer.lab.runs.curves import Curves, read_curves
-from glassformer.lab.runs.metrics_file import Floats
 from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.table import duration, number, settings
+from glassformer.lens.show.chart import Lines
+from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.html import escape_line
 from glassformer.lens.show.outline import counted
 from glassformer.lens.show.report_page import (
@@ -54,10 +44,6 @@ from glassformer.training.engine import Engine
 
 #: Alerts that are listed one by one.
 LISTED = 20
-#: The size and margins of a curve in pixels.
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 46, 100, 14, 40
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
 #: Points of a drawn line; an SVG keeps them all.
 POINTS = 600
 
@@ -216,11 +202,8 @@ def _model_text(run: Subject) -> str:
 
 def curves(run: Subject) -> Iterator[str]:
     """Training and validation over the steps, with the alerts."""
-    made = panels([run.curves])
-    yield beside(
-        f"<div><h3>{panel.title}</h3>{scrolled(svg, label=f'curve of {panel.title}')}</div>"
-        for panel, svg in zip(made, panels_svg(made, [run.curves]), strict=True)
-    )
+    made = panels([run.curves], points=POINTS)
+    yield beside(_panel(chart) for chart in made)
     if text := smoothing_text(made):
         yield say(f"The faint line is every step, not smoothed; {text}.", kind="note")
     if len(run.spec.model.head_names()) > 1:
@@ -238,6 +221,17 @@ def curves(run: Subject) -> Iterator[str]:
     ]
     more = f" (the first {LISTED} of {len(alerts)})" if len(alerts) > LISTED else ""
     yield table(["step", "kind", "what"], rows, caption=f"alerts{more}")
+
+
+def _panel(chart: Lines) -> str:
+    ended = ((line.label, line.last) for line in chart.lines)
+    values = (
+        f"{name} has no value" if last is None else f"{name} ends at {last:.4g}"
+        for name, last in ended
+    )
+    label = f"{chart.title} over {chart.x_title}: {'; '.join(values)}"
+    drawn = chart_svg(chart, label=label).svg()
+    return f"<div><h3>{chart.title}</h3>{scrolled(drawn, label=f'curve of {chart.title}')}</div>"
 
 
 def written(run: Subject) -> Iterator[str]:
@@ -275,175 +269,3 @@ def files(run: Subject) -> Iterator[str]:
     yield facts(pairs)
     if "sha256" not in data:
         yield missing("The run records no hash of its data.")
-
-
-# --- curves as SVG, coloured by the page: light, dark and on paper --------------------------------
-
-
-def panels_svg(made: Sequence[Panel], curves: Sequence[Curves], *, axis: str = "step") -> list[str]:
-    """Return one SVG per panel, all with the same x range."""
-    xs = [line.raw.x(axis) for panel in made for line in panel.lines]
-    x_range = _range(np.concatenate(xs))
-    return [_panel_svg(panel, curves, axis, x_range) for panel in made]
-
-
-def _panel_svg(
-    panel: Panel, curves: Sequence[Curves], axis: str, x_range: tuple[float, float]
-) -> str:
-    """Return faint raw points, the smoothed line, alerts as triangles, names at the ends."""
-    frame = Frame(panel, x_range)
-    label = f"{panel.title} over {X_TITLES[axis]}: " + "; ".join(map(_ended, panel.lines))
-    out = [
-        f'<svg role="img" aria-label="{escape_line(label)}" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="11" fill="currentColor">'
-    ]
-    out += _grid(frame, panel, axis)
-    ends = []
-    for index, line in enumerate(panel.lines):
-        out += _line(frame, line, index, axis)
-        shown = line.smooth or line.raw
-        placed = [value for value in shown.value.tolist() if frame.drawable(value)]
-        if placed:
-            y = frame.y(placed[-1])
-            share = 1 - (y - TOP) / (HEIGHT - TOP - BOTTOM)
-            ends.append((share, line.label, f"var(--series-{index % 4 + 1})"))
-        if line.raw.name == "loss":
-            out += _alerts(frame, line, curves[line.run], axis)
-    for share, name, colour in apart(ends):
-        y = TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
-        out.append(
-            f'<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" style="fill:{colour}">'
-            f"{escape_line(name)}</text>"
-        )
-    return "".join(out) + "</svg>"
-
-
-class Frame:
-    """The mapping from values to pixels."""
-
-    def __init__(self, panel: Panel, x_range: tuple[float, float]) -> None:
-        self.log = panel.log
-        ys = np.concatenate([line.raw.value for line in panel.lines])
-        ys = ys[np.isfinite(ys) & ((ys > 0) | (not panel.log))]
-        self.x_range = x_range
-        self.y_range = (0.0, 1.0) if panel.share and not panel.log else _range(self._scaled(ys))
-
-    def x(self, value: float) -> float:
-        """Return pixels from the left."""
-        low, high = self.x_range
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        """Return pixels from the top."""
-        low, high = self.y_range
-        scaled = math.log10(value) if self.log else value
-        return TOP + (1 - (scaled - low) / (high - low)) * (HEIGHT - TOP - BOTTOM)
-
-    def drawable(self, value: float) -> bool:
-        """Return True if a value can be drawn on this axis."""
-        return math.isfinite(value) and (value > 0 or not self.log)
-
-    def y_ticks(self) -> list[float]:
-        """Return the values of the horizontal grid lines."""
-        low, high = self.y_range
-        if not self.log:
-            return ticks(low, high, most=6)
-        steps = (1,) if high - low > 3 else (1, 2, 5)
-        powers = range(math.floor(low), math.ceil(high) + 1)
-        every = [k * 10.0**power for power in powers for k in steps]
-        return [value for value in every if low - 1e-9 <= math.log10(value) <= high + 1e-9]
-
-    def _scaled(self, values: Floats) -> Floats:
-        return np.log10(values) if self.log else values
-
-
-def ticks(low: float, high: float, *, most: int) -> list[float]:
-    """Return round values inside the range: steps of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
-    first = math.ceil(low / step - 1e-9)
-    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _range(values: Floats) -> tuple[float, float]:
-    if not len(values):
-        return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
-    around = max(0.5, 1e-9 * abs(low))  # at 2^62 a half is lost to rounding
-    return (low, high) if high > low else (low - around, high + around)
-
-
-def _grid(frame: Frame, panel: Panel, axis: str) -> list[str]:
-    out, right, bottom = [], WIDTH - RIGHT, HEIGHT - BOTTOM
-    for value in frame.y_ticks():
-        y = frame.y(value)
-        text = f"{value:.0%}" if panel.share else f"{value:.3g}"
-        out.append(
-            f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-opacity=".14"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-        )
-    for value in ticks(*frame.x_range, most=7):
-        out.append(
-            f'<text x="{frame.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">'
-            f"{value:,.0f}</text>"
-        )
-    out.append(
-        f'<path d="M{LEFT} {bottom}H{right}" stroke="currentColor" stroke-opacity=".6"/>'
-        f'<text x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
-        f"{X_TITLES[axis]}</text>"
-    )
-    return out
-
-
-def _line(frame: Frame, line: Drawn, index: int, axis: str) -> list[str]:
-    colour = f"stroke:var(--series-{index % 4 + 1})"
-    out, raw = [], line.raw.thinned(POINTS)
-    if line.smooth is not None:
-        path = _path(frame, raw.x(axis).tolist(), raw.value.tolist())
-        out.append(f'<path d="{path}" fill="none" style="{colour}" stroke-opacity=".35"/>')
-    shown = raw if line.smooth is None else line.smooth.thinned(POINTS)
-    dash = DASHES[index % len(DASHES)]
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    path = _path(frame, shown.x(axis).tolist(), shown.value.tolist())
-    out.append(f'<path d="{path}" fill="none" style="{colour}" stroke-width="1.8"{dashed}/>')
-    if line.smooth is None and len(raw) <= 60:
-        for x, y in zip(raw.x(axis).tolist(), raw.value.tolist(), strict=True):
-            if frame.drawable(y):
-                place = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
-                out.append(f'<circle {place} r="2.4" style="fill:var(--series-{index % 4 + 1})"/>')
-    return out
-
-
-def _path(frame: Frame, xs: list[float], ys: list[float]) -> str:
-    parts, pen = [], "M"
-    for x, y in zip(xs, ys, strict=True):
-        if not frame.drawable(y):
-            pen = "M"
-            continue
-        parts.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
-        pen = "L"
-    return "".join(parts)
-
-
-def _alerts(frame: Frame, line: Drawn, one: Curves, axis: str) -> list[str]:
-    out: list[str] = []
-    values: dict[int, Any] = dict(
-        zip(line.raw.step.tolist(), zip(line.raw.x(axis), line.raw.value, strict=True), strict=True)
-    )
-    for alert in one.alerts:
-        if alert.step in values:
-            x, value = map(float, values[alert.step])
-            y = frame.y(value) if frame.drawable(value) else TOP + 8.0
-            text = escape_line(f"step {alert.step}: {alert.kind}: {alert.message}")
-            out.append(
-                f'<path d="M{frame.x(x) - 5:.1f} {y - 9:.1f}h10l-5 8z" style="fill:var(--bad)">'
-                f"<title>{text}</title></path>"
-            )
-    return out
-
-
-def _ended(line: Drawn) -> str:
-    shown = line.smooth or line.raw
-    finite = shown.value[np.isfinite(shown.value)]
-    return f"{line.label} ends at {finite[-1]:.4g}" if len(finite) else f"{line.label} has no value"
