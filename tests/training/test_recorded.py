@@ -1,6 +1,6 @@
 """The recorded form of a step: the same losses and weights as the plain one, on any device.
 
-Here it is computed without a compiler or a graph; tests/training/test_cuda.py records it.
+Here it is computed without a compiler or a graph; tests/gpu/test_training.py records it.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The default stepper: which one a model gets on a CPU and on a GPU, and which keep the plain one.
 
-A GPU's own tests are in test_cuda.py; what is chosen for a device needs none.
+A GPU's own tests are in tests/gpu; what is chosen for a device needs none.
 """
 
 import pytest
