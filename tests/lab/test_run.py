@@ -364,6 +364,15 @@ def test_an_older_state_lacks_fields(tmp_path):
     assert resumed(tmp_path / "run")[1] == ["resuming at step 3"]
 
 
+def test_a_run_of_the_earlier_numpy_engine_resumes_and_says_that_it_rounds_differently(tmp_path):
+    trained(sample("numpy", "train.steps=3"), tmp_path / "run")
+    state = json.loads((RunDirectory(tmp_path / "run").step_folder(3) / "state.json").read_text())
+    del state["fingerprint"]["operations"]
+    rewritten(tmp_path / "run", 3, state__json=json.dumps(state).encode())
+    note = "not bit-exact: operations changed since the checkpoint"
+    assert resumed(tmp_path / "run")[1] == [note, "resuming at step 3"]
+
+
 def test_no_whole_checkpoint_means_step_0_and_says_so(tmp_path):
     trained(sample("torch", KEPT, "train.steps=6"), tmp_path / "run")
     whole = outcome(tmp_path / "run")

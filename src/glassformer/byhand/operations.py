@@ -510,6 +510,9 @@ def _read_out_backward(step: Step, dout: Array, cache: Any, run: Run) -> Grads:
 #: What NumPy's table runs: every part but a user's position, which is a torch module.
 RUNS = everything_but(OwnPosition)
 
+#: Raised whenever a step's numbers are rounded differently: a run that is resumed says so.
+ROUNDING = 1
+
 EVERY_INPUT = range(1 << 31)
 
 NUMPY = Table(

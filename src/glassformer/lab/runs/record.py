@@ -215,6 +215,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
     """Return what a run's bits depend on besides the spec; `ranks`: how several share a step."""
     import torch  # here: the explorer reads runs before torch is imported
 
+    from glassformer.byhand.operations import ROUNDING
     from glassformer.kernels.training import identity
 
     by_kernels = spec.engine == "torch" and device == "cpu" and spec.train.precision == "float32"
@@ -225,6 +226,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
         "threads": torch.get_num_threads() if spec.engine == "torch" else None,
         "device": device,
         **({"kernels": identity()} if by_kernels else {}),
+        **({"operations": ROUNDING} if spec.engine == "numpy" else {}),
         # On a GPU the recorded and the compiled step round differently from the plain one.
         **({} if device == "cpu" else {"compile": spec.train.compile}),
         **({"ranks": ranks} if ranks else {}),
