@@ -39,14 +39,9 @@ from glassformer.byhand.embedding import (
     alibi_bias,
     embedding_backward,
     embedding_forward,
-    factorized_backward,
-    factorized_forward,
     rotate_backward,
     rotate_forward,
     rotations,
-    sinusoidal_backward,
-    sinusoidal_forward,
-    sinusoids,
 )
 from glassformer.byhand.experts import (
     route_backward,
@@ -144,22 +139,6 @@ def embedding(tokens: Array, scale: float = 1.0) -> Any:
         return out, {"table": embedding_backward(dout, cache, dtable_VD=np.zeros_like(a["table"]))}
 
     return run
-
-
-def factorized(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-    out, cache = factorized_forward(TOKENS, u_VR=a["u"], v_RD=a["v"])
-    if dout is None:
-        return out, {}
-    grads = factorized_backward(
-        dout, cache, du_VR=np.zeros_like(a["u"]), dv_RD=np.zeros_like(a["v"])
-    )
-    return out, dict(zip("uv", grads, strict=True))
-
-
-def sinusoidal(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
-    table = sinusoids(29, d_model=D)
-    out = sinusoidal_forward(a["x"].copy(), table_SD=table, positions=slice(0, T))
-    return out, {} if dout is None else {"x": sinusoidal_backward(dout)}
 
 
 def rotary(a: Arrays, dout: Array | None) -> tuple[Array, Arrays]:
@@ -421,15 +400,6 @@ PARTS: dict[str, Part] = {
         embedding(MANY_TOKENS, 1.7),
         lambda t: 1.7 * F.embedding(torch.tensor(MANY_TOKENS), t["table"]),
         (B, T, D),
-    ),
-    "factorized": Part(
-        normal(u=(V, R), v=(R, D)),
-        factorized,
-        lambda t: F.embedding(torch.tensor(TOKENS), t["u"]) @ t["v"],
-        (B, T, D),
-    ),
-    "sinusoidal": Part(
-        X, sinusoidal, lambda t: t["x"] + torch.tensor(sinusoids(T, d_model=D)), (B, T, D)
     ),
     "rotary": Part(normal(x=(B, N, T, H)), rotary, lambda t: rotated(t["x"]), (B, N, T, H)),
     "layer_norm": Part(

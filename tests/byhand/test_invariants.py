@@ -15,7 +15,6 @@ from glassformer.byhand.attention import (
 )
 from glassformer.byhand.embedding import (
     embedding_backward,
-    factorized_forward,
     l1_penalty,
     rotate_forward,
     rotations,
@@ -60,12 +59,6 @@ def test_repeated_tokens_accumulate(rows: int) -> None:
 def test_embedding_backward_adds() -> None:
     d = embedding_backward(np.ones((1, 1, 2)), (np.array([[1]]), 1.0), dtable_VD=np.ones((3, 2)))
     np.testing.assert_array_equal(d[:, 0], [1, 2, 1])
-
-
-def test_factorized_is_the_product_of_its_factors() -> None:
-    u, v = rng.standard_normal((5, 2)), rng.standard_normal((2, 7))
-    out, _ = factorized_forward(np.arange(5)[None], u_VR=u, v_RD=v)
-    np.testing.assert_allclose(out[0], u @ v, atol=1e-14)
 
 
 def test_l1_penalty_pulls_towards_zero() -> None:

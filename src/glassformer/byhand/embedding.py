@@ -1,21 +1,18 @@
-"""Tables looked up by token or position: plain, scaled, factorized; repeated rows accumulate.
+"""Tables looked up by token or position: repeated rows accumulate their gradients.
 
 Positions: the sinusoidal table, rotations of queries and keys, biases of scores by distance.
-
-A learned table is an embedding looked up by position (`embedding.py`); these three learn nothing.
 """
 
-from typing import Any, NamedTuple, assert_never
+from typing import Any
 
 import numpy as np
 
-from glassformer.byhand.linear import LinearCache, linear_products
 from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec import model as spec
 from glassformer.spec.model import Rotary
 from glassformer.spec.position import rotary_frequencies
 
-# B batch, T length, D d_model, V rows of the table, R rank, M = B x T positions
+# B batch, T length, D d_model, V rows of the table, M = B x T positions
 
 #: Up to this many rows a table's gradient is one product with a matrix of zeros and ones.
 FEW_ROWS = 128
@@ -51,64 +48,12 @@ def embedding_backward(dout_BTD: Array, cache: tuple[Array, float], *, dtable_VD
     return dtable_VD
 
 
-class FactorCache(NamedTuple):
-    """Tokens, their rows of U, and V."""
-
-    tokens_BT: Array
-    rows_BTR: Array
-    v_RD: Array
-
-
-def factorized_forward(
-    tokens_BT: Array, *, u_VR: Array, v_RD: Array, ws: Workspace | None = None
-) -> tuple[Array, FactorCache]:
-    """U[token] @ V."""
-    rows_BTR, _ = embedding_forward(tokens_BT, table_VD=u_VR, ws=ws)
-    out_BTD = room(ws, (*tokens_BT.shape, v_RD.shape[1]), v_RD.dtype)
-    np.matmul(rows_BTR.reshape(-1, v_RD.shape[0]), v_RD, out=out_BTD.reshape(-1, v_RD.shape[1]))
-    return out_BTD, FactorCache(tokens_BT, rows_BTR, v_RD)
-
-
-def factorized_backward(
-    dout_BTD: Array, cache: FactorCache, *, du_VR: Array, dv_RD: Array
-) -> tuple[Array, Array]:
-    """Add to du and dv."""
-    tokens_BT, rows_BTR, v_RD = cache
-    rank, width = v_RD.shape
-    # forward: out = rows @ V, rows = U[token]
-    #   =>   dV += rows.T @ dout,  drows = dout @ V.T,  dU[token] += drows
-    drows_MR, dv = linear_products(
-        dout_BTD.reshape(-1, width), LinearCache(rows_BTR.reshape(-1, rank), v_RD.T)
-    )
-    dv_RD += dv.T
-    embedding_backward(drows_MR, (tokens_BT, 1.0), dtable_VD=du_VR)
-    return du_VR, dv_RD
-
-
-def tied_forward(x: Array, *, table_VD: Array, ws: Workspace | None = None) -> tuple[Array, Array]:
-    """Return logits of a tied head: x @ table^T, the table unscaled; x is the cache."""
-    out = room(ws, (*x.shape[:-1], len(table_VD)), x.dtype)
-    np.matmul(x.reshape(-1, x.shape[-1]), table_VD.T, out=out.reshape(-1, len(table_VD)))
-    return out, x
-
-
 def l1_penalty(u_VR: Array, *, l1: float, du_VR: Array | None = None) -> float:
     """l1 * sum |U|; its gradient l1 * sign(U) is added to du."""
     # forward: penalty = l1 * sum |u|   =>   du += l1 * sign(u), 0 at 0
     if du_VR is not None:
         du_VR += l1 * np.sign(u_VR)
     return float(l1 * np.abs(u_VR).sum(dtype=np.float64))
-
-
-def embedding_scale(embedding: spec.Embedding, d_model: int) -> float:
-    """Return sqrt(d_model) for the 2017 paper's embedding, or its own factor, else 1."""
-    match embedding:
-        case spec.ScaledEmbedding():
-            return embedding.scale(d_model)
-        case spec.PlainEmbedding() | spec.FactorizedEmbedding():
-            return 1.0
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
@@ -128,18 +73,6 @@ def sinusoids(length: int, *, d_model: int, kind: spec.Sinusoidal | None = None)
     table[:, 0::2] = np.sin(angle)
     table[:, 1::2] = np.cos(angle)[:, : d_model // 2]
     return table
-
-
-def sinusoidal_forward(x_BTD: Array, *, table_SD: Array, positions: "Array | slice") -> Array:
-    """x + PE(position), in place. The table is constant, so the gradient passes unchanged."""
-    x_BTD += table_SD[positions]
-    return x_BTD
-
-
-def sinusoidal_backward(dout_BTD: Array) -> Array:
-    """Return dx."""
-    # forward: out = x + constant   =>   dx = dout
-    return dout_BTD
 
 
 def rotations(

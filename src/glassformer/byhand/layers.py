@@ -23,7 +23,6 @@ from glassformer.byhand.attention import attend_backward as heads_backward
 from glassformer.byhand.embedding import (
     embedding_backward,
     embedding_forward,
-    sinusoidal_backward,
     sinusoids,
 )
 from glassformer.byhand.inputs import check_ids
@@ -193,7 +192,8 @@ class PositionalEncoding(Layer):
         return self._out(x_BTD + self.table_SD[: x_BTD.shape[1]])
 
     def backward(self, dout_BTD: Array) -> Array:
-        return sinusoidal_backward(dout_BTD)
+        # forward: out = x + constant   =>   dx = dout
+        return self._dout(dout_BTD)
 
 
 class LayerNorm(Layer):

@@ -67,23 +67,6 @@ def linear_products(
     return dx, np.matmul(dout_RO.T, x_RI, out=dweight_OI)
 
 
-def linear_grads(
-    dout: Array,
-    cache: LinearCache,
-    *,
-    grads: dict[str, Array],
-    name: str,
-    biased: bool,
-    ws: Workspace | None = None,
-) -> Array:
-    """Return dx; parameter gradients go to `grads` under `name`."""
-    weight, bias = f"{name}.weight", f"{name}.bias"
-    dx, grads[weight] = linear_products(dout, cache, dweight_OI=grads.get(weight), ws=ws)
-    if biased:
-        grads[bias] = sum_rows(dout.reshape(-1, dout.shape[-1]), out=grads.get(bias))
-    return dx
-
-
 def sum_rows(x_RO: Array, *, out: Array | None = None) -> Array:
     """Sum over the rows, as a product with ones: BLAS reads the matrix once, with both cores."""
     return np.matmul(np.ones(len(x_RO), x_RO.dtype), x_RO, out=out)

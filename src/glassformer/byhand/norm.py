@@ -1,12 +1,11 @@
 """LayerNorm and RMSNorm over the last axis."""
 
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import numpy as np
 
 from glassformer.byhand.linear import dot_rows, sum_rows
 from glassformer.byhand.pass_context import Array, Workspace, room
-from glassformer.spec import model as spec
 
 # D width of the normalised axis
 
@@ -128,60 +127,6 @@ def rms_norm_backward(
     if ws is not None:
         ws.release(mark)
     return dx, dweight_D
-
-
-def norm_forward(
-    x: Array,
-    *,
-    norm: spec.Norm,
-    params: dict[str, Array],
-    name: str,
-    unit: Array | None = None,
-    out: Array | None = None,
-    ws: Workspace | None = None,
-) -> tuple[Array, NormCache]:
-    """Apply the norm that the spec describes, with its parameters under `name`."""
-    weight_D = params[f"{name}.weight"]
-    match norm:
-        case spec.RMSNorm(eps=eps, offset=offset):
-            # out = unit * (1 + w)   =>   dw = d(1 + w), so backward needs nothing else
-            weight_D = 1.0 + weight_D if offset else weight_D
-            return rms_norm_forward(x, weight_D=weight_D, eps=eps, unit=unit, out=out, ws=ws)
-        case spec.LayerNorm(eps=eps):
-            bias_D = params.get(f"{name}.bias")
-            return layer_norm_forward(
-                x, weight_D=weight_D, bias_D=bias_D, eps=eps, unit=unit, out=out, ws=ws
-            )
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
-def norm_backward(
-    dout: Array,
-    cache: NormCache,
-    *,
-    norm: spec.Norm,
-    grads: dict[str, Array],
-    name: str,
-    dx: Array | None = None,
-    ws: Workspace | None = None,
-) -> Array:
-    """Return dx; parameter gradients go to `grads` under `name`."""
-    weight, bias = f"{name}.weight", f"{name}.bias"
-    match norm:
-        case spec.RMSNorm():
-            dx, grads[weight] = rms_norm_backward(
-                dout, cache, dx=dx, dweight_D=grads.get(weight), ws=ws
-            )
-        case spec.LayerNorm():
-            dx, grads[weight], dbias_D = layer_norm_backward(
-                dout, cache, dx=dx, dweight_D=grads.get(weight), dbias_D=grads.get(bias), ws=ws
-            )
-            if norm.bias:
-                grads[bias] = dbias_D
-        case _ as unreachable:
-            assert_never(unreachable)
-    return dx
 
 
 def _mean(x: Array) -> Array:

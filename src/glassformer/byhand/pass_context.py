@@ -76,15 +76,6 @@ def room(ws: Workspace | None, shape: tuple[int, ...], dtype: "np.dtype[Any]") -
     return np.empty(shape, dtype) if ws is None else ws.take(shape)
 
 
-def slot(
-    grads: dict[str, Array], name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]"
-) -> Array:
-    """Return the array of that name for a gradient to be written to, or a new one."""
-    if name not in grads:
-        grads[name] = np.empty(shape, dtype)
-    return grads[name]
-
-
 @dataclass(slots=True)
 class PassContext:
     """`taps` and `tap_grads` are filled by tap name; without `rng` nothing is dropped."""

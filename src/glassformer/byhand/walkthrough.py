@@ -77,7 +77,8 @@ def block_backward(
         dy_M, x_M = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         g[f"{name}.weight"] = dy_M.T @ x_M
         g[f"{name}.bias"] = dy_M.sum(axis=0)
-        return dy @ p[f"{name}.weight"]
+        dx: Array = dy @ p[f"{name}.weight"]
+        return dx
 
     def norm(dn: Array, unit: Array, rstd: Array, name: str) -> Array:
         # forward: n = unit * weight + bias   =>   dunit = dn * weight,  dweight = sum dn * unit
@@ -87,7 +88,8 @@ def block_backward(
         # forward: unit = (x - mean(x)) * rstd, and both depend on every x of the row
         #   =>   dx = rstd (dunit - mean(dunit) - unit mean(dunit * unit))
         pull = (dunit * unit).mean(axis=-1, keepdims=True)
-        return rstd * (dunit - dunit.mean(axis=-1, keepdims=True) - unit * pull)
+        dx: Array = rstd * (dunit - dunit.mean(axis=-1, keepdims=True) - unit * pull)
+        return dx
 
     # forward: x2 = x1 + down(hidden)   =>   dx1 = dx2 + (through the part),  and the part gets dx2
     dhidden = linear(dx2_BTD, c["hidden"], "ffn.down_proj")
