@@ -143,8 +143,9 @@ def test_an_overwritten_tape_is_refused() -> None:
         model.backward(logits, tape)
 
 
-def test_body_and_heads_compose_to_forward() -> None:
-    model = made(PRESETS["fsm-probe"])
+@pytest.mark.parametrize("name", ["fsm-probe", "digits"])
+def test_body_and_heads_compose_to_forward(name: str) -> None:
+    model = made(PRESETS[name])
     tokens = np.arange(6).reshape(2, 3)
     hidden = model.hidden(model.inputs(tokens))
     for head, logits in model.forward(tokens).items():

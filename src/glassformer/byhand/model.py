@@ -161,15 +161,13 @@ class Model:
         self, hidden_BTD: Array, *, head: str = "next", valid_BT: Array | None = None
     ) -> Array:
         """Return one head's logits, (..., V) as the hidden states, or (B, V) for an answer."""
-        self.spec.head(head)
-        shape = hidden_BTD.shape
-        rows = shape[:2] if len(shape) > 2 else (len(hidden_BTD), 1)
-        value = self.plan.numbers[self.plan.program.hidden]
-        run = self._rows_run(rows, valid_BT)
-        run.values[value] = hidden_BTD.reshape(-1, shape[-1])
+        one = self.spec.head(head).readout is not None
+        lead, width = hidden_BTD.shape[:-1], hidden_BTD.shape[-1]
+        run = self._rows_run(lead if len(lead) == 2 else (*lead, 1), valid_BT)
+        run.values[self.plan.numbers[self.plan.program.hidden]] = hidden_BTD.reshape(-1, width)
         self.plan.forward(run, self.plan.heads[head])
-        logits = self._logits(run, head, self.plan)
-        return logits if logits.ndim == len(shape) else logits.reshape(*shape[:-1], -1)
+        logits_MV: Array = run.values[self.plan.output(head)]
+        return logits_MV if one else logits_MV.reshape(*lead, -1)
 
     def final_norm(self, x_BTD: Array, *, prefix: str = "") -> Array:
         """Return residual rows after a stack's final norm; as they are without one."""
