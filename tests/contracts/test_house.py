@@ -43,7 +43,7 @@ ONLY = {
     "data": {"spec"},
     "store": {"spec"},
     "kernels": {"spec"},
-    "byhand": {"spec"},
+    "byhand": {"spec", "kernels"},
 }
 #: What may be imported from outside, where the table says it.
 OUTSIDE = {

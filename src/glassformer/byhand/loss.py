@@ -42,7 +42,7 @@ def cross_entropy_forward(
     """
     classes = logits.shape[-1]
     logits_MC = logits.reshape(-1, classes)
-    targets_M, share_M = _rows_that_count(targets, weights, logits_MC)
+    targets_M, share_M = rows_that_count(targets, weights, logits_MC)
     rows = np.arange(len(targets_M))
     work = room(ws, logits_MC.shape, logits_MC.dtype)
     np.subtract(logits_MC, logits_MC.max(axis=-1, keepdims=True), out=work)
@@ -71,9 +71,8 @@ def cross_entropy_backward(dloss: float, cache: LossCache) -> Array:
     return dlogits_MC
 
 
-def _rows_that_count(
-    targets: Array, weights: Array | None, logits_MC: Array
-) -> tuple[Array, Array]:
+def rows_that_count(targets: Array, weights: Array | None, logits_MC: Array) -> tuple[Array, Array]:
+    """Return targets, 0 where the weight is 0, and each row's share of the mean."""
     targets_M = targets.reshape(-1)
     if len(targets_M) != len(logits_MC):
         raise InputError(
