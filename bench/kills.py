@@ -163,7 +163,7 @@ def trials(
 
 def run(*, kills: int = KILLS) -> Iterator[dict[str, object]]:
     """A row for each engine: how many of the kills led to the same bits."""
-    for engine in ("torch", "numpy"):
+    for engine in ("torch", "native", "numpy"):
         yield row(engine, list(trials(kills, engine=engine)))
     from bench import power  # which trains as this does
 

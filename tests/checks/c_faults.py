@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 STEP = "a training step = plain torch, its update the formula"
+ARRAYS = "a native training step = plain torch, its update the formula"
 NATIVE = "native step = plain step"
 COMPANY = "served in company = alone, bit for bit"
 QUANTIZED = "quantized: backends within their bound"
@@ -36,6 +37,11 @@ FAULTS = (
     CFault("second moments that are not corrected", "train_parts.h", "(float)sqrt(1.0 - pow(adam->beta2, adam->steps))", "FAULT ? 1.0f : (float)sqrt(1.0 - pow(adam->beta2, adam->steps))", STEP, "core"),
     CFault("decay twice", "train_parts.h", "(1.0 - adam->lr * adam->decay)", "(1.0 - (FAULT ? 2.0 : 1.0) * adam->lr * adam->decay)", STEP, "core"),
     CFault("a gradient that is not clipped", "train_parts.h", "NAME(get)(g + i, left) * scale, mean", "NAME(get)(g + i, left) * (scale + FILL(FAULT ? 0.5f : 0.0f)), mean", STEP, "core"),
+    CFault("LayerNorm's gradient without its mean", "train_parts.h", "FILL(norm->layer ? SUM(sums) / (float)D : 0.0f);", "FILL(norm->layer && !FAULT ? SUM(sums) / (float)D : 0.0f);", ARRAYS, "core"),
+    CFault("an activation's gradient without its density", "train_parts.h", "if (slope) *slope = FMA(x * FILL(0.39894228f),", "if (slope) *slope = FMA(x * FILL(FAULT ? 0.0f : 0.39894228f),", ARRAYS, "core"),
+    CFault("columns of half their rows", "train_parts.h", "sums += NAME(get)(columns->x + m * columns->row + i, D - i);", "sums += NAME(get)(columns->x + m * columns->row + i, D - i) * FILL(FAULT && m % 2 ? 0.0f : 1.0f);", ARRAYS, "core"),
+    CFault("a cap that its gradient ignores", "train_attention.h", "if (a->softcap > 0) d *=", "if (a->softcap > 0 && !FAULT) d *=", ARRAYS, "gemma"),
+
     CFault("a native norm of a wrong width", "step_parts.h", "float mean = 0, width = (float)op->width;", "float mean = 0, width = (float)(op->width + FAULT);", NATIVE, "core"),
     CFault("sines of the position before", "step_parts.h", "const float *sin = op->bias + work->step->position[m] * half;", "const float *sin = op->bias + (work->step->position[m] - (FAULT && work->step->position[m])) * half;", NATIVE, "qwen"),
     CFault("scores of one number too few", "step_attention.h", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H)", "MULTIPLY(sums, rows, vectors, q, KEY, 0, H - FAULT)", NATIVE, "core"),

@@ -15,7 +15,7 @@ from glassformer.store.rundir import RunDirectory
 from glassformer.store.tensors import read_tensors, tensor_bytes
 from tests.lab.runs import KEPT, assert_same, killed_after, outcome, resumed, rewritten, trained
 from tests.lab.runs import sample as sample_run
-from tests.training.samples import ENGINES, RUNS, engine_of, uneven
+from tests.training.samples import RUNS, SINGLE, engine_of, uneven
 
 MOMENTUM = 'train.optimizer={"kind": "SGD", "momentum": 0.9}'
 
@@ -31,7 +31,7 @@ def every_save_point_leads_to_the_same_end(engine: str, folder: Path, *changes: 
         assert_same(outcome(copy), whole)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SINGLE)
 def test_every_save_point_leads_to_the_same_end(engine, tmp_path):
     every_save_point_leads_to_the_same_end(engine, tmp_path)
 
@@ -51,7 +51,7 @@ def test_other_tasks_resume_exactly_too(name, tmp_path):
         assert_same(outcome(copy), outcome(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SINGLE)
 def test_a_stop_after_any_step_costs_nothing(engine, tmp_path):
     """The state of that very step is saved, as by a signal, and the steps go on from there."""
     trained(sample_run(engine), tmp_path / "whole")
@@ -174,6 +174,7 @@ PIECES = {
         "steps": zeroed_tensors("steps"),
     },
 }
+PIECES["native"] = PIECES["numpy"]
 SHARED = {
     "weights": fresh_weights,
     "one weight": one_fresh_weight,
@@ -191,7 +192,7 @@ def goes_on_the_same(whole: Path, copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "piece"),
-    [(engine, piece) for engine in ENGINES for piece in {**PIECES[engine], **SHARED}],
+    [(engine, piece) for engine in SINGLE for piece in {**PIECES[engine], **SHARED}],
 )
 def test_a_piece_left_out_is_noticed(engine, piece, tmp_path):
     step = 15
@@ -235,7 +236,7 @@ def diverging(engine: str):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SINGLE)
 def test_steps_that_could_not_be_applied_are_counted_across_a_stop(engine, tmp_path):
     with pytest.raises(DivergedError) as caught:
         trained(diverging(engine), tmp_path / "whole")
@@ -272,7 +273,7 @@ def test_the_list_of_pieces_is_whole(tmp_path):
         "loss",
     }
     assert tested == set(Progress.__dataclass_fields__)
-    for engine in ENGINES:
+    for engine in SINGLE:
         run = trained(sample_run(engine, "train.steps=3"), tmp_path / engine)
         kinds = {key.partition(".")[0] for key in run.engine.state()}
         assert kinds == {piece for piece in PIECES[engine] if "missing" not in piece}

@@ -90,8 +90,10 @@ def test_bad_optimizers_are_refused(make):
     [
         (["engine=jax"], "engine"),
         (["engine=numpy", "train.precision=bf16"], "the NumPy engine has no half precision"),
-        (["engine=numpy", "train.compile=true"], "neither compile nor Muon"),
-        (["engine=numpy", "train.optimizer=Muon"], "neither compile nor Muon"),
+        (["engine=numpy", "train.compile=true"], "the NumPy engine has no compile"),
+        (["engine=numpy", "train.optimizer=Muon"], "the NumPy engine has no Muon"),
+        (["engine=native", "train.optimizer=Muon"], "the native engine has no Muon"),
+        (["engine=native", "train.precision=float64"], "the native engine has no float64"),
         (['train.head_weights=[{"head": "nxt", "weight": 1.0}]'], "nxt"),
     ],
 )

@@ -4,16 +4,32 @@ from dataclasses import replace
 
 import numpy as np
 
+from glassformer.byhand.c_table import C
+from glassformer.byhand.table import Table
 from glassformer.data.batch import Batch
 from glassformer.data.build_task import build_task
 from glassformer.spec import presets
+from glassformer.spec.model import ModelSpec
 from glassformer.spec.serialize import override
 from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask
 from glassformer.spec.train import CosineSchedule, HeadWeight, RunSpec, TrainSpec
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
 
+
+class NativeEngine(NumpyEngine):
+    """The engine without torch, with the table in C."""
+
+    @classmethod
+    def fresh(cls, spec: ModelSpec, train: TrainSpec, *, table: Table = C) -> "NativeEngine":
+        made = super().fresh(spec, train, table=table)
+        assert isinstance(made, NativeEngine)
+        return made
+
+
 ENGINES = {"torch": TorchEngine, "numpy": NumpyEngine}
+#: Those that train in float32.
+SINGLE = ENGINES | {"native": NativeEngine}
 TRAIN = TrainSpec(
     steps=30,
     batch_size=8,
@@ -67,7 +83,7 @@ RUNS = {"digits": digits, "machine": machine, "reverse": reverse}
 def engine_of(run: RunSpec, kind: str | None = None) -> TorchEngine | NumpyEngine:
     """A fresh engine of the run, or of another kind with the very weights the torch one draws."""
     kind = run.engine if kind is None else kind
-    made = ENGINES[kind].fresh(run.model, run.train)
+    made = SINGLE[kind].fresh(run.model, run.train)
     made.load_weights(TorchEngine.fresh(run.model, run.train).weights())
     return made
 

@@ -273,6 +273,12 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "a native training step = plain torch, its update the formula",
+        "training",
+        training_step.native_step_is_plain,
+        of="ours",
+    ),
+    SubjectCheck(
         "every way of decoding gives the same tokens",
         "decoding",
         decoding.every_way_is_greedy,

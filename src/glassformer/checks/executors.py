@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glassformer.byhand import operations as byhand
+from glassformer.byhand.c_table import C
 from glassformer.generation.native.lowering import unknown_part
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.program import Runs, missing, program
@@ -32,6 +33,11 @@ def derived(runs: Runs) -> Callable[[ModelSpec], str]:
         return ", ".join(missing(program(model), runs))
 
     return lacks
+
+
+def not_in_c(model: ModelSpec) -> str:
+    """Return what neither the table in C nor NumPy's, on which it falls back, runs of a model."""
+    return ", ".join(C.lacking(program(model, training=True)))
 
 
 def continues(model: ModelSpec) -> str:
@@ -95,6 +101,19 @@ EXECUTORS = (
             "gradients": "a training step = plain torch, its update the formula",
             "batch": "a training step = plain torch, its update the formula",
             "long": "a training step = plain torch, its update the formula",
+        },
+    ),
+    Executor(
+        name="native training step",
+        lacks=not_in_c,
+        default="glass train engine=native",
+        code=("byhand.c_table", "kernels.training", "kernels/train", "training.numpy_engine"),
+        precision="float32",
+        rows={
+            "values": "a native training step = plain torch, its update the formula",
+            "gradients": "a native training step = plain torch, its update the formula",
+            "batch": "a native training step = plain torch, its update the formula",
+            "long": "a native training step = plain torch, its update the formula",
         },
     ),
     Executor(

@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glassformer.spec.model import ModelSpec
@@ -108,7 +108,7 @@ def check_threads(threads: int | None, *, engine: str = "torch") -> None:
     here = os.cpu_count() or 1
     if threads > here:
         raise InputError(f"threads {threads} is more than this machine has", hint=f"{here} at most")
-    if engine != "torch":
+    if engine == "numpy":
         raise InputError(
             "NumPy decides on its threads before it starts",
             hint=f"set OPENBLAS_NUM_THREADS={threads} and leave out the option",
@@ -164,12 +164,35 @@ def product_threads() -> int:
     return current()
 
 
-@contextlib.contextmanager
-def one_numpy_thread() -> Iterator[None]:
-    """Let NumPy's products run on one thread where its BLAS is OpenBLAS, as in its wheels."""
+@functools.cache
+def _blas() -> list[Any]:
+    """Return the controllers of NumPy's OpenBLAS, as in its wheels; empty for another BLAS."""
+    import numpy as np  # noqa: F401  its library must be there to be found
     from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
-    with ThreadpoolController().select(internal_api="openblas").limit(limits=1):
+    found: list[Any] = ThreadpoolController().select(internal_api="openblas").lib_controllers
+    return found
+
+
+@contextlib.contextmanager
+def numpy_taking(count: int) -> Iterator[None]:
+    """Let NumPy's products run on this many threads where its BLAS is OpenBLAS."""
+    before = [(one, one.get_num_threads()) for one in _blas()]
+    for one, had in before:
+        if had != count:
+            one.set_num_threads(count)
+    try:
+        yield
+    finally:
+        for one, had in before:
+            if had != count:
+                one.set_num_threads(had)
+
+
+@contextlib.contextmanager
+def one_numpy_thread() -> Iterator[None]:
+    """Let NumPy's products run on one thread."""
+    with numpy_taking(1):
         yield
 
 

@@ -204,7 +204,7 @@ def open_run(
     spec = plan.spec
     check_threads(threads, engine=spec.engine)
     run = TrainingRun(plan, folder, device=device, peers=peers)
-    if resume and threads is None and spec.engine == "torch":
+    if resume and threads is None and spec.engine != "numpy":
         threads = recorded_threads(folder)
     count = threads_of_run(spec, run.task, asked=threads, device=device)
     if peers is not None and threads is None:  # the processes of one machine share its cores
@@ -228,7 +228,8 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
     spec = load_run_spec(RunDirectory(folder))
     if isinstance(what, RunSpec) or is_config(what):
         begun = what if isinstance(what, RunSpec) else read_config(Path(what))
-        given = (begun, override_parts(begun, overrides))
+        given = [begun, override_parts(begun, overrides)]
+        given += [replace(each, engine=spec.engine) for each in given if each.engine == "auto"]
         same = any(spec_hash(each) == spec_hash(spec) for each in given)
     else:
         same = trains_on(str(what), spec.task)
@@ -243,7 +244,9 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
             hint=f"{{{resume_command(folder)}|its own task or config}} resumes it; another "
             "{--name|name} starts a run of its own",
         )
-    other = [text for text in overrides if not text.startswith("train.steps=")]
+    # What `auto` chose when the run began is what it goes on with.
+    free = ("train.steps=", "engine=auto")
+    other = [text for text in overrides if not text.startswith(free)]
     if override_parts(spec, other) != spec:
         changes = [text for text in other if override_parts(spec, [text]) != spec]
         raise InputError(

@@ -51,6 +51,7 @@ def before_training(run: TrainingRun, *, threads: int) -> list[str]:
         where = "NumPy"
     elif run.device == "cpu":
         where = f"cpu, {threads} thread{'' if threads == 1 else 's'}"
+        where += ", by the native engine" if run.spec.engine == "native" else ""
     if run.peers is not None:
         where += f" in each of {run.peers.ranks.size} processes"
         where += ", which share the model" if run.peers.sharded else ""

@@ -9,9 +9,9 @@ the same names and rules that `manifest` has for the rest of the model.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, assert_never, get_args
 
 from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, size, spec
 from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
@@ -370,6 +370,10 @@ def check_settings(settings: Iterable[str]) -> None:
             check_scalar(kind, key, value, path=path)
 
 
+#: What trains: `auto` is native on a CPU in float32 where nothing is lacking, else torch.
+EngineName = Literal["auto", "torch", "native", "numpy"]
+
+
 @spec
 class RunSpec:
     """Everything that decides what a run computes; with `tuning` it starts from a base."""
@@ -377,34 +381,44 @@ class RunSpec:
     model: ModelSpec
     task: Task
     train: TrainSpec = TrainSpec()
-    engine: Literal["torch", "numpy"] = "torch"
+    engine: EngineName = "torch"
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
-        one_of("engine", self.engine, ("torch", "numpy"))
+        one_of("engine", self.engine, get_args(EngineName))
         for weight in self.train.head_weights:
             self.model.head(weight.head)
-        if self.engine == "numpy":
-            if self.train.precision == "bf16":
-                raise InputError(
-                    "the NumPy engine has no half precision", hint="train.precision=float32"
-                )
-            if self.train.compile == "on" or isinstance(self.train.optimizer, Muon):
-                raise InputError(
-                    "the NumPy engine has neither compile nor Muon", hint="engine=torch"
-                )
-            if isinstance(self.train.optimizer, OwnOptimizer):
-                raise InputError(
-                    f"{self.train.optimizer.source} is an optimizer of torch", hint="engine=torch"
-                )
-            if self.train.gradient_checkpointing:
-                raise InputError(
-                    "the NumPy engine has no gradient checkpointing", hint="engine=torch"
-                )
-            if self.tuning is not None and self.tuning.lora is not None:
-                raise InputError("the NumPy engine has no LoRA", hint="engine=torch, or no lora")
+        if self.engine in ("native", "numpy"):
+            for lack, hint in arrays_lack(self.train, self.tuning, native=self.engine == "native"):
+                raise InputError(lack, hint=hint)
         if isinstance(self.task, FinetuneTask) and self.tuning is None:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")
+
+
+def arrays_lack(
+    train: TrainSpec, tuning: Tuning | None, *, native: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what the engines without torch lack for a training, each with what to do."""
+    none = f"the {'native' if native else 'NumPy'} engine has no"
+    if native and train.precision == "float64":
+        yield f"{none} float64", "engine=numpy"
+    if train.precision == "bf16":
+        yield f"{none} half precision", "train.precision=float32"
+    if train.compile == "on":
+        yield f"{none} compile", "engine=torch"
+    match train.optimizer:
+        case AdamW() | SGD():
+            pass
+        case Muon():
+            yield f"{none} Muon", "engine=torch"
+        case OwnOptimizer(source=source):
+            yield f"{source} is an optimizer of torch", "engine=torch"
+        case _ as unreachable:
+            assert_never(unreachable)
+    if train.gradient_checkpointing:
+        yield f"{none} gradient checkpointing", "engine=torch"
+    if tuning is not None and tuning.lora is not None:
+        yield f"{none} LoRA", "engine=torch, or no lora"
 
 
 def setting_for(word: str) -> str | None:

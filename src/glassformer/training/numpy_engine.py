@@ -1,20 +1,29 @@
-"""The NumPy engine: gradients derived by hand, the same steps."""
+"""The engine without torch: gradients derived by hand, the same steps, by NumPy or in C.
+
+Its operations are a table's: with NumPy's it is `engine=numpy`, in float32 or float64, and with
+the one in C it is `engine=native`, in float32.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
 from glassformer.byhand import optim
+from glassformer.byhand.c_table import C
 from glassformer.byhand.inputs import Inputs
 from glassformer.byhand.model import Model
+from glassformer.byhand.operations import NUMPY
+from glassformer.byhand.table import Table
 from glassformer.data.batch import Batch
+from glassformer.kernels.threads import numpy_taking, product_threads
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
-from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
+from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec, arrays_lack
 from glassformer.training.engine import (
     Array,
     Arrays,
@@ -26,6 +35,15 @@ from glassformer.training.engine import (
 )
 
 
+class Sums(NamedTuple):
+    """What a step differentiates: the loss, each head's plain loss, and the balance's part."""
+
+    loss: float
+    nll: dict[str, float]
+    balance: float
+    balance_term: float
+
+
 class NumpyEngine(AtOnce):
     """A by-hand model with its optimizer."""
 
@@ -34,8 +52,8 @@ class NumpyEngine(AtOnce):
         self.model = model
         self.train = train
         check_tree(train)
-        if train.gradient_checkpointing:
-            raise InputError("the NumPy engine has no gradient checkpointing", hint="engine=torch")
+        for lack, hint in arrays_lack(train, None, native=model.table is C):
+            raise InputError(lack, hint=hint)
         match train.optimizer:
             case SGD(momentum=momentum):
                 self.optimizer: optim.SGD | optim.AdamW = optim.SGD(
@@ -49,18 +67,21 @@ class NumpyEngine(AtOnce):
                     eps=adam.eps,
                     weight_decay=adam.weight_decay,
                 )
-            case Muon():
-                raise InputError("the NumPy engine has no Muon", hint="engine=torch")
-            case OwnOptimizer() as own:
-                raise InputError(f"{own.source} is an optimizer of torch", hint="engine=torch")
+            case Muon() | OwnOptimizer():
+                raise AssertionError("what is lacking was refused")
             case _ as unreachable:
                 assert_never(unreachable)
 
     @classmethod
-    def fresh(cls, spec: ModelSpec, train: TrainSpec) -> "NumpyEngine":
+    def fresh(cls, spec: ModelSpec, train: TrainSpec, *, table: Table = NUMPY) -> "NumpyEngine":
         """Make a new model, initialised from the training's seed."""
         dtype = np.float64 if train.precision == "float64" else np.float32
-        return cls(Model(spec, rng=np.random.default_rng(train.seed), dtype=dtype), train)
+        rng = np.random.default_rng(train.seed)
+        return cls(Model(spec, rng=rng, dtype=dtype, table=table), train)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """Return what gives NumPy's products the threads that the passes in C take."""
+        return numpy_taking(product_threads()) if self.model.table is C else nullcontext()
 
     def inputs(self, batch: Batch) -> Inputs:
         """Return checked arrays; a mask that is True everywhere is dropped, as in torch."""
@@ -74,6 +95,21 @@ class NumpyEngine(AtOnce):
         )
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
+        with self._threads():
+            sums = self.gradients(batches, seed=seed)
+            size = self.model.table.global_norm(self.model.grad_vector)
+            applied = math.isfinite(sums.loss + sums.balance_term) and math.isfinite(size)
+            if applied:
+                if self.train.clip and size + 1e-6 > self.train.clip:
+                    grads = self.model.grad_vector
+                    self.model.table.clip_global_norm(grads, max_norm=self.train.clip)
+                self.optimizer.step(lr=lr)
+        tokens = sum(int(batch.valid.sum()) for batch in batches)
+        routed = (sums.balance, sums.balance_term) if self.spec.mixtures() else (None, 0.0)
+        return StepResult(sums.loss, sums.nll, size, tokens, applied, *routed)
+
+    def gradients(self, batches: Sequence[Batch], *, seed: int) -> Sums:
+        """Fill the model's gradients with those of a step; dropout from `seed`."""
         counts, many = totals(batches, self.spec), len(batches)
         rng = np.random.default_rng(seed)
         shares, mixtures = balance_shares(batches, self.spec), len(self.spec.mixtures())
@@ -106,25 +142,18 @@ class NumpyEngine(AtOnce):
                 balance += shares[i][layer] * found / mixtures
             for head in counts:
                 nll[head] += share[head] * result.nll[head]
-        size = self.model.table.global_norm(self.model.grad_vector)
-        applied = math.isfinite(loss + balance_term) and math.isfinite(size)
-        if applied:
-            if self.train.clip:
-                self.model.table.clip_global_norm(self.model.grad_vector, max_norm=self.train.clip)
-            self.optimizer.step(lr=lr)
-        tokens = sum(int(batch.valid.sum()) for batch in batches)
-        routed = (balance, balance_term) if mixtures else (None, 0.0)
-        return StepResult(loss, nll, size, tokens, applied, *routed)
+        return Sums(loss, nll, balance, balance_term)
 
     def logits(self, batch: Batch) -> Arrays:
         source = batch.source
-        return self.model.forward(
-            batch.tokens,
-            valid_BT=None if batch.valid.all() else batch.valid,
-            segments_BT=batch.segments,
-            source_tokens_BS=None if source is None else source.tokens,
-            source_valid_BS=None if source is None or source.valid.all() else source.valid,
-        )
+        with self._threads():
+            return self.model.forward(
+                batch.tokens,
+                valid_BT=None if batch.valid.all() else batch.valid,
+                segments_BT=batch.segments,
+                source_tokens_BS=None if source is None else source.tokens,
+                source_valid_BS=None if source is None or source.valid.all() else source.valid,
+            )
 
     def weights(self) -> Arrays:
         return {name: array.copy() for name, array in self.model.params.items()}

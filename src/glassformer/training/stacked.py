@@ -57,8 +57,9 @@ RUNS = everything_but(OwnPosition, RelativeBias)
 
 def why_not_stacked(run: RunSpec) -> str | None:
     """Return why a run cannot be trained in a stack; None if it can."""
-    if run.engine != "torch":
-        return "the NumPy engine trains one model at a time"
+    if run.engine not in ("torch", "auto"):
+        name = "NumPy" if run.engine == "numpy" else "native"
+        return f"the {name} engine trains one model at a time"
     if run.tuning is not None:
         return "a fine-tuned model starts from its base"
     if lacks := missing(program(run.model), RUNS):

@@ -10,24 +10,30 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.byhand.c_table import C
+from glassformer.byhand.model import Model as Arrays
 from glassformer.checks.measure import Measure, NotOffered
 from glassformer.checks.rows.own_models import shortened, size_with
 from glassformer.checks.subject import Subject
 from glassformer.data.batch import Batch, Source
 from glassformer.models.model import Model, build
-from glassformer.models.weights import load_weights
+from glassformer.models.weights import load_weights, weights_of
 from glassformer.nn.experts import BalanceLosses
+from glassformer.spec.block import Dropout
 from glassformer.spec.execution import KERNEL_PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec, VectorHead
+from glassformer.spec.program import program
 from glassformer.spec.train import AdamW, TrainSpec
 from glassformer.training.engine import balance_shares, loss_weights, totals
+from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
 
 #: How many times plain float32's own distance from float64 a step may be away, and what is allowed
@@ -76,9 +82,94 @@ def step_is_plain(subject: Subject) -> Measure:
     # A parameter that nothing reads has no gradient in one way and zeros in the other.
     mine = {name: found.get(name, torch.zeros_like(g)) for name, g in wide.gradients.items()}
     worst = max(worst, _compared(mine, narrow.gradients, wide.gradients))
-    worst = max(worst, _updates(engine, batches, train))
+    worst = max(worst, _updates(_ModuleWeights(engine), batches, train))
     size = f"{size_with(subject, own)}, {len(wide.gradients)} tensors, {STEPS} updates"
     return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+def native_step_is_plain(subject: Subject) -> Measure:
+    """The same of the native engine, whose model is arrays and whose gradients are derived."""
+    own = with_fewer_tokens(shortened(subject.ours()))
+    spec = own.spec
+    if subject.quantized is not None:
+        raise NotOffered("quantized weights are not trained")
+    if any(isinstance(head, VectorHead) for head in spec.heads):
+        raise NotOffered("a vector has no loss")
+    train = TrainSpec(
+        lr=RATE, clip=CLIP, label_smoothing=SMOOTHING, optimizer=AdamW(weight_decay=0.1)
+    )
+    run_lacks = C.lacking(program(spec, training=True))
+    if run_lacks:
+        raise NotOffered(f"the native engine has no {run_lacks[0]}")
+    batches = step_batches(spec, seed=101)
+    wide = _plain(_copy(own, torch.float64), batches, train)
+    narrow = _plain(_copy(own, torch.float32), batches, train)
+    engine = NumpyEngine(_arrays(own), train)
+    sums = engine.gradients(batches, seed=0)
+    total = torch.tensor(sums.loss + sums.balance_term, dtype=torch.float64)
+    worst = _compared({"loss": total}, {"loss": narrow.loss}, {"loss": wide.loss})
+    found = {name: torch.from_numpy(grad.copy()) for name, grad in engine.model.grads.items()}
+    worst = max(worst, _compared(found, narrow.gradients, wide.gradients))
+    worst = max(worst, _updates(_ArrayWeights(engine), batches, train))
+    size = f"{size_with(subject, own)}, {len(wide.gradients)} tensors, {STEPS} updates"
+    return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+def _arrays(own: Model) -> Arrays:
+    """Return the model as arrays, with the table in C, nothing dropped."""
+    weights = {name: array.astype(np.float32) for name, array in weights_of(own).items()}
+    spec = replace(own.spec, decoder=replace(own.spec.decoder, dropout=Dropout()))
+    if spec.encoder is not None:
+        spec = replace(spec, encoder=replace(spec.encoder, dropout=Dropout()))
+    return Arrays(spec, params=weights, dtype=np.float32, table=C)
+
+
+class _Trained(Protocol):
+    """An engine whose weights and gradients are followed over its updates."""
+
+    spec: ModelSpec
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> object: ...
+
+    def own(self) -> dict[str, Tensor]:
+        """Return the weights themselves."""
+
+    def slopes(self) -> dict[str, Tensor]:
+        """Return the gradients that the last step was given, before they were clipped."""
+
+
+class _ArrayWeights:
+    """The native engine so: its step clips the gradients in place, which is undone."""
+
+    def __init__(self, engine: NumpyEngine) -> None:
+        self.engine, self.spec, self.clipped = engine, engine.spec, 1.0
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> None:
+        norm = self.engine.step(batches, lr=lr, seed=seed).grad_norm
+        self.clipped = min(1.0, CLIP / norm)
+
+    def own(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array) for name, array in self.engine.model.params.items()}
+
+    def slopes(self) -> dict[str, Tensor]:
+        grads = self.engine.model.grads.items()
+        return {name: torch.from_numpy(grad).double() / self.clipped for name, grad in grads}
+
+
+class _ModuleWeights:
+    """The torch engine so."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine, self.spec = engine, engine.spec
+
+    def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> None:
+        self.engine.step(batches, lr=lr, seed=seed)
+
+    def own(self) -> dict[str, Tensor]:
+        return dict(self.engine.model.named_parameters())
+
+    def slopes(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.own().items() if p.grad is not None}
 
 
 def with_fewer_tokens(model: Model) -> Model:
@@ -217,20 +308,20 @@ def _compared(
     return worst
 
 
-def _updates(engine: TorchEngine, batches: Sequence[Batch], train: TrainSpec) -> _Gap:
+def _updates(engine: _Trained, batches: Sequence[Batch], train: TrainSpec) -> _Gap:
     """Return how far some steps take weights from the update's formula on the same gradients.
 
     Both ends of each parameter are followed: the formula is of each number alone.
     """
     optimizer, rules = train.optimizer, stored(engine.spec)
     assert isinstance(optimizer, AdamW)
-    own = dict(engine.model.named_parameters())
+    own = engine.own()
     weights = {name: _ends(p.detach()) for name, p in own.items()}
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
     second = {name: torch.zeros_like(w) for name, w in weights.items()}
     for step in range(1, STEPS + 1):
         engine.step(batches, lr=RATE, seed=0)
-        slopes = {name: p.grad for name, p in own.items() if p.grad is not None}
+        slopes = engine.slopes()
         norm = math.sqrt(sum(float(slope.double().square().sum()) for slope in slopes.values()))
         for name, gradient in slopes.items():
             slope = _ends(gradient) * min(1.0, CLIP / norm)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
+from glassformer.byhand.c_table import C
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
@@ -41,6 +42,7 @@ from glassformer.store.checkpoint import (
 from glassformer.store.tensors import Deferred
 from glassformer.training.distributed import DistributedEngine, Ranks
 from glassformer.training.engine import Array, Arrays, Engine
+from glassformer.training.engine_choice import native_lacks, settled
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
 
@@ -80,7 +82,7 @@ def assemble(
     `cache` is a folder where a text keeps its token files.
     """
     plan = run if isinstance(run, PlannedRun) else PlannedRun(spec=run)
-    spec = plan.spec
+    spec = settled(plan.spec, device=device, processes=1 if peers is None else peers.ranks.size)
     if spec.tuning is None:
         task = plan.task or in_turn(peers, lambda: built(spec.task, cache=cache))
         check_fit(spec.model, task)
@@ -113,10 +115,8 @@ def in_turn(peers: Peers | None, build: Callable[[], T]) -> T:
 
 def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = None) -> Engine:
     """Return the engine that the run names, with fresh weights."""
-    if spec.engine == "numpy":
-        if peers is not None:
-            raise InputError("the NumPy engine trains in one process", hint="engine=torch")
-        return NumpyEngine.fresh(spec.model, spec.train)
+    if spec.engine in ("native", "numpy"):
+        return _array_engine(spec, device=device, peers=peers)
     if peers is None:
         return TorchEngine.fresh(spec.model, spec.train, device=device, graphs=graphs_for(device))
     # A sharded model is built on the host; sharding moves it to the device block by block.
@@ -128,6 +128,18 @@ def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = No
     return DistributedEngine(model, spec.train, peers.ranks, device=device, sharded=peers.sharded)
 
 
+def _array_engine(spec: RunSpec, *, device: str, peers: Peers | None) -> NumpyEngine:
+    """Return an engine without torch, or say why it cannot train this run."""
+    if spec.engine == "numpy":
+        if peers is not None:
+            raise InputError("the NumPy engine trains in one process", hint="engine=torch")
+        return NumpyEngine.fresh(spec.model, spec.train)
+    processes = 1 if peers is None else peers.ranks.size
+    if lack := native_lacks(spec, device=device, processes=processes):
+        raise InputError(lack, hint="engine=torch")
+    return NumpyEngine.fresh(spec.model, spec.train, table=C)
+
+
 def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None) -> Engine:
     """Return an engine on the base's weights, in the training's own precision."""
     assert spec.tuning is not None
@@ -135,10 +147,8 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
     check_trains(model, lora, where=spec.tuning.base)
     if peers is not None and is_model_quantized(model):
         raise InputError("a quantized base is tuned in one process", hint="a float base")
-    if spec.engine == "numpy":
-        if peers is not None:
-            raise InputError("the NumPy engine trains in one process", hint="engine=torch")
-        engine = NumpyEngine.fresh(spec.model, spec.train)
+    if spec.engine in ("native", "numpy"):
+        engine = _array_engine(spec, device=device, peers=peers)
         engine.load_weights(weights_of(model.float()))
         return engine
     model = model.to(torch.float64 if spec.train.precision == "float64" else torch.float32)

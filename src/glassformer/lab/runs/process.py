@@ -28,7 +28,7 @@ def threads_of_run(
     check_threads(asked, engine=spec.engine)
     if asked is not None:
         return asked
-    if spec.engine != "torch" or not device.startswith("cpu"):
+    if spec.engine == "numpy" or not device.startswith("cpu"):
         return current()
     length = max(1, round(float(task.lengths("train").mean())))
     return threads_for(flops(spec.model, length=length).training * spec.train.batch_size, FLOPS)

@@ -218,15 +218,16 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
     from glassformer.byhand.operations import ROUNDING
     from glassformer.kernels.training import identity
 
-    by_kernels = spec.engine == "torch" and device == "cpu" and spec.train.precision == "float32"
+    by_kernels = spec.engine != "numpy" and device == "cpu" and spec.train.precision == "float32"
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "numpy": np.__version__,
         "torch": torch.__version__ if spec.engine == "torch" else None,
-        "threads": torch.get_num_threads() if spec.engine == "torch" else None,
+        "threads": torch.get_num_threads() if spec.engine != "numpy" else None,
         "device": device,
+        **({"engine": spec.engine} if spec.engine == "native" else {}),
         **({"kernels": identity()} if by_kernels else {}),
-        **({"operations": ROUNDING} if spec.engine == "numpy" else {}),
+        **({} if spec.engine == "torch" else {"operations": ROUNDING}),
         # On a GPU the recorded and the compiled step round differently from the plain one.
         **({} if device == "cpu" else {"compile": spec.train.compile}),
         **({"ranks": ranks} if ranks else {}),

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,6 +63,7 @@ from glassformer.store.rundir import FOLDERS, LOGS, RunDirectory, cache_folder
 from glassformer.store.tensors import Deferred, TensorPieces, read_tensors
 from glassformer.training.distributed import DistributedEngine
 from glassformer.training.engine import Array
+from glassformer.training.engine_choice import settled
 from glassformer.training.fit import StepRecord, fit
 
 
@@ -202,7 +203,11 @@ class TrainingRun:
         parts: Parts | None = None,
         peers: Peers | None = None,
     ) -> None:
-        self.spec = run.spec if isinstance(run, PlannedRun) else run
+        processes = 1 if peers is None else peers.ranks.size
+        wanted = run.spec if isinstance(run, PlannedRun) else run
+        if parts is not None and wanted.engine == "auto":  # a stack is torch's
+            wanted = replace(wanted, engine="torch")
+        self.spec = settled(wanted, device=device, processes=processes)
         self.peers = peers
         self.directory = RunDirectory(folder, writes=peers is None or peers.ranks.writes)
         self.device = device
