@@ -82,12 +82,17 @@ def assemble(
     `cache` is a folder where a text keeps its token files.
     """
     plan = run if isinstance(run, PlannedRun) else PlannedRun(spec=run)
-    spec = settled(plan.spec, device=device, processes=1 if peers is None else peers.ranks.size)
+    processes = 1 if peers is None else peers.ranks.size
+    spec = settled(plan.spec, device=device, processes=processes)
+    why: list[str] = []
+    if plan.spec.engine == "auto" and spec.engine == "torch":
+        lack = native_lacks(plan.spec, device=device, processes=processes)
+        why = [f"trained by torch: {lack}"]
     if spec.tuning is None:
         task = plan.task or in_turn(peers, lambda: built(spec.task, cache=cache))
         check_fit(spec.model, task)
         engine = build_engine(spec, device=device, peers=peers)
-        return Parts(task=task, engine=engine, files=task.files(), notes=task.notes())
+        return Parts(task=task, engine=engine, files=task.files(), notes=[*task.notes(), *why])
     base = plan.base or open_base(spec.tuning.base)
     plan.base = None
     check_base(base.model, spec.tuning, where=spec.tuning.base)
@@ -103,7 +108,7 @@ def assemble(
         task = in_turn(peers, lambda: built(spec.task, cache=cache))
     check_fit(spec.model, task, has_base=True)
     check_tokens(task, base.speech.tokenizer, where=spec.tuning.base)
-    notes = [*task.notes(), trainable(spec.model, spec.tuning)]
+    notes = [*task.notes(), trainable(spec.model, spec.tuning), *why]
     engine = _tuned_engine(spec, base, device=device, peers=peers)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
 
