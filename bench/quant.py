@@ -77,15 +77,14 @@ from glassformer.quant.contents import (
 from glassformer.quant.convert import quantize_model, use_backend
 from glassformer.quant.layers import QuantizedLinear
 from glassformer.quant.mixed import bits_within
-from glassformer.quant.rotate import rotate
 from glassformer.quant.schemes import QuantizedTensor, quantize_tensor
 from glassformer.quant.smooth import SMOOTHING, Sample, inputs_of_layers, quantize_on
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec, KVCache
 from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec, Rotation, quant_spec
-from glassformer.spec.schemes import Int4, Int8
+from glassformer.spec.quantization import QuantSpec, quant_spec
+from glassformer.spec.schemes import Float8, Int4, Int8
 from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.torch_engine import TorchEngine
 
@@ -347,7 +346,10 @@ def _makers(
             specs["int4 and int8, the bytes of q4_k_m"] = quant_spec(bits=bits, method="gptq")
     sooner = {f"{name} by mse": replace(spec, method="mse") for name, spec in specs.items()}
     others = {
-        "int4 by hqq": QuantSpec(scheme=Int4(), method="hqq"),
+        "int4 by absmax": QuantSpec(scheme=Int4(), method="absmax"),
+        "int8 by absmax": QuantSpec(method="absmax"),
+        "fp8": QuantSpec(scheme=Float8()),
+        "int4 g32, 16-bit scales": QuantSpec(scheme=Int4(group=32, fine=False)),
         "int8 per channel": QuantSpec(scheme=Int8(group=0)),
         "int4 g64, 16-bit scales": QuantSpec(scheme=Int4(group=64, fine=False)),
         "int4, head of 4 bits": QuantSpec(scheme=Int4(), head=Int4()),
@@ -361,14 +363,6 @@ def _makers(
                     quantize_on(copy.deepcopy(full), calibrating, s, smoothing=False)[0]
                 ),
             )
-        if every and spec.mean_bits is None:
-            for what in get_args(Rotation):
-                yield (
-                    f"{name}, rotated: {what}",
-                    lambda s=spec, w=what: _sized(
-                        quantize_on(_rotated(full, w), calibrating, s)[0]
-                    ),
-                )
         if spec.mean_bits is None and spec.resolved_method != "gptq":
             yield (
                 f"{name}, of weights alone",
@@ -381,12 +375,6 @@ def _makers(
             "llama.cpp's q4_k_m, weighted",
             lambda: in_gguf_format(full, "Q4_K_M", inputs_of_layers(full, calibrating)),
         )
-
-
-def _rotated(full: Model, what: Rotation) -> Model:
-    model = copy.deepcopy(full)
-    rotate(model, what)
-    return model
 
 
 def _sized(model: Model) -> tuple[Model, int]:
@@ -646,7 +634,7 @@ def layers(
             x = torch.randn(rows, inputs, generator=generator).to(device)
             sides: dict[str, Side] = {EAGER: lambda x=x, w=weight: F.linear(x, w)}
             for name, tensor in made.items():
-                for backend in ("c", "fbgemm", "aten"):
+                for backend in ("c", "aten"):
                     layer = _layer(tensor, backend)
                     if layer is not None:
                         sides[f"{name}, {backend}"] = lambda x=x, q=layer: q(x)

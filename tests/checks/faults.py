@@ -59,7 +59,6 @@ BATCHES = "a batch decodes as its rows, padded left or right"
 EVERYTHING = "top-k of everything = plain sampling"
 WIDEST = "the widest beams = brute force"
 SEARCHES = "beams of random models = brute force"
-ROTATED = "rotated for quantization = the same function"
 ROWS = "attention rows sum to 1, none to PAD or future"
 
 ATTEND = "nn.attention:_attend_explicitly"
@@ -143,5 +142,4 @@ FAULTS = (
     Fault("the same chance at every step", mutate("generation.samplers:draw", Name("step"), to="0"), EVERYTHING, "core"),
     Fault("the wrong rows go on", mutate("generation.beam:_search", Call("reorder"), to="{func}(torch.arange(len(order)) % len(logits_RV))"), WIDEST, "seq2seq"),
     Fault("long ones punished", mutate("spec.decoding:BeamSpec.length_penalty", Name("alpha"), to="-{it}"), SEARCHES),
-    Fault("values turned on, not back", mutate("quant.rotate:_rotate_values", Name("T"), to="{value}"), ROTATED, "core"),
 )  # fmt: skip

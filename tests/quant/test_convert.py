@@ -240,8 +240,8 @@ def test_methods_that_need_more_are_refused():
 def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monkeypatch):
     with pytest.raises(InputError, match="no backend 'cc'"):
         quantize_model(model(), backend="cc")
-    with pytest.raises(MachineError, match="'fbgemm' cannot run int4"):
-        quantize_model(model(), QuantSpec(scheme=Int4(), head=Int4()), backend="fbgemm")
+    with pytest.raises(MachineError, match=r"'aten' cannot run int4 g32 .* CUDA"):
+        quantize_model(model(), QuantSpec(scheme=Int4(), head=Int4()), backend="aten")
     for backend in choose.BACKENDS.values():
         monkeypatch.setattr(type(backend), "why_not", lambda *a, **k: "is not here")
     choose._warn_once.cache_clear()

@@ -193,6 +193,10 @@ def test_a_group_that_is_not_given_is_chosen_by_the_inputs():
         Int4().parts(3, 64)
 
 
-def test_floats_have_no_zero_that_hqq_could_move():
-    with pytest.raises(InputError, match="hqq moves the zeros"):
-        quantize_tensor(torch.ones(2, 32), Float8(), method="hqq")
+def test_a_folder_that_names_an_earlier_method_still_says_so():
+    record = to_record(Quantization(layers=(QuantizedLayer(name="lm_head", scheme=Int4()),)))
+    record["layers"][0]["method"] = "hqq"
+    (layer,) = from_record(record).layers
+    assert layer.method == "hqq"
+    with pytest.raises(InputError, match="hqq"):
+        QuantSpec(method="hqq")

@@ -25,11 +25,10 @@ from glassformer.lens.show.text import Names
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.quant.convert import quantize_model
-from glassformer.quant.rotate import rotate as rotate_model
 from glassformer.quant.smooth import quantize_on
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import Indivisible, QuantSpec, Rotation, Tied, quant_spec
+from glassformer.spec.quantization import Indivisible, QuantSpec, Tied, quant_spec
 from glassformer.spec.schemes import Method, Scheme
 
 Format = Literal["hf", "native", "gguf"]
@@ -146,7 +145,6 @@ def quantize(
     indivisible: Indivisible = "auto",
     calibrate: "list[torch.Tensor] | None" = None,
     smooth: bool = True,
-    rotate: Rotation | None = None,
     select: Callable[[str, nn.Module], bool] | None = None,
     backend: str = "auto",
 ) -> M:
@@ -158,7 +156,6 @@ def quantize(
     done as `glass quantize` does: outliers are smoothed (`smooth=False`: not), and grids are
     searched for by the sizes of inputs (`mse`, the default of 8 bits) or by GPTQ (of 4 bits), which
     takes several times as long. Without, only weights are looked at.
-    `rotate`: mix the channels of "values" within heads, or of "all" the residual stream, first.
     """
     spec = quant_spec(
         scheme=scheme,
@@ -172,10 +169,8 @@ def quantize(
     )
     if method is None and calibrate is not None:
         spec = replace(spec, method=spec.scheme.calibrated_method)
-    if rotate is not None:
-        one_of("rotate", rotate, get_args(Rotation))
     if isinstance(model, Model):
-        return _quantized(copy.deepcopy(model), spec, calibrate, smooth, rotate, select, backend)
+        return _quantized(copy.deepcopy(model), spec, calibrate, smooth, select, backend)
     adapter = adapt(model)
     if not isinstance(adapter, NativeAdapter):
         raise InputError(
@@ -184,7 +179,7 @@ def quantize(
             hint='load it with backend="native", where an adapter reads it',
         )
     own = copy.deepcopy(adapter.model)
-    made = _quantized(own, spec, calibrate, smooth, rotate, select, backend)
+    made = _quantized(own, spec, calibrate, smooth, select, backend)
     return cast(M, adapter.with_model(made))
 
 
@@ -194,12 +189,9 @@ def _quantized(
     spec: QuantSpec,
     calibrate: "list[torch.Tensor] | None",
     smooth: bool,
-    rotate: Rotation | None,
     select: Callable[[str, nn.Module], bool] | None,
     backend: str,
 ) -> Bare:
-    if rotate is not None:
-        rotate_model(model, rotate)
     if calibrate is None:
         return quantize_model(model, spec, select=select, backend=backend)
     return quantize_on(model, calibrate, spec, select=select, backend=backend, smoothing=smooth)[0]

@@ -360,12 +360,6 @@ SUBJECT_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
-        "rotated for quantization = the same function",
-        "quantization",
-        quantization.rotates_exactly,
-        of="ours",
-    ),
-    SubjectCheck(
         "quantized: a row is the same in any batch",
         "quantization",
         quantization.rows_stand_alone,

@@ -51,7 +51,6 @@ from glassformer.quant.convert import (
 )
 from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from glassformer.quant.mixed import AIM, small_enough, stored_bytes
-from glassformer.quant.rotate import Rotated, rotate
 from glassformer.quant.schemes import quantize_tensor
 from glassformer.quant.smooth import (
     SMOOTHING,
@@ -66,7 +65,7 @@ from glassformer.spec.disk import check_new
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.quantization import QuantSpec, Rotation
+from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Method, Scheme
 from glassformer.spec.serialize import to_json
 from glassformer.spec.tasks import FinetuneTask
@@ -349,7 +348,6 @@ class Wish:
     calibrate: Path | None = None
     text: Path | None = None
     smooth: bool = True
-    rotate: Rotation | None = None
     qat_steps: int = 0
     auto: bool = False
     backend: str = "auto"
@@ -379,7 +377,6 @@ class Outcome:
     narrowed: str = ""
     timings: list[Timing] = field(default_factory=list)
     smoothed: list[Smoothed] = field(default_factory=list)
-    rotated: Rotated | None = None
     outliers: list[Outlier] = field(default_factory=list)
     warnings: tuple[str, ...] = ()
 
@@ -421,8 +418,7 @@ def quantize_folder(
     small, timings, select = copy.deepcopy(full), [], None
     if wish.spec.tied == "untie":
         untie(small)
-    turned = None if wish.rotate is None else rotate(small, wish.rotate)
-    alike = full if turned is None and wish.spec.tied != "untie" else copy.deepcopy(small)
+    alike = copy.deepcopy(small) if wish.spec.tied == "untie" else full
     if wish.auto:
         timings = time_layers(small, wish.spec, backend=wish.backend)
         if not any(timing.wins for timing in timings):
@@ -462,7 +458,7 @@ def quantize_folder(
         opened,
         material.measuring,
         material=material.origin,
-        rotated=None if alike is full else alike,
+        untied=None if alike is full else alike,
         progress=progress,
     )
     kept = tuple(timing.path for timing in timings if not timing.wins)
@@ -481,7 +477,6 @@ def quantize_folder(
         continues="next" in small.spec.head_names(),
         timings=timings,
         smoothed=smoothed,
-        rotated=turned,
         outliers=large,
         warnings=tuple(_warnings(wish, comparison, tokens_of(material.calibrating))),
     )

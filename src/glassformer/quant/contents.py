@@ -27,7 +27,7 @@ from glassformer.spec.quantization import (
     logit_layers,
     stored_tensors,
 )
-from glassformer.spec.schemes import Method, Scheme
+from glassformer.spec.schemes import RecordedMethod, Scheme
 from glassformer.store.tensors import explain_difference
 
 
@@ -36,7 +36,7 @@ class LayerReport:
     """The scheme, method, backend and size of one quantized layer."""
 
     scheme: Scheme
-    method: Method
+    method: RecordedMethod
     backend: str
     shape: tuple[int, int]
     nbytes: int

@@ -48,7 +48,7 @@ from glassformer.quant.schemes import (
 )
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec, layer_of, targets, untied
-from glassformer.spec.schemes import Method, Scheme, Search
+from glassformer.spec.schemes import Method, RecordedMethod, Scheme, Search
 
 Select = Callable[[str, nn.Module], bool]
 #: A layer that can be quantized.
@@ -206,7 +206,12 @@ def _is_head(model: Model, module: nn.Module) -> bool:
 
 
 def quantized_layer(
-    module: Plain, tensor: QuantizedTensor, method: Method, backend: str, *, head: bool = False
+    module: Plain,
+    tensor: QuantizedTensor,
+    method: RecordedMethod,
+    backend: str,
+    *,
+    head: bool = False,
 ) -> QuantizedWeight:
     """Return the quantized layer that replaces a linear one, a head or a table."""
     if isinstance(module, TokenEmbedding):

@@ -39,7 +39,7 @@ from glassformer.quant.backends.routines import (
 )
 from glassformer.quant.schemes import STORED, QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError
-from glassformer.spec.schemes import Method, Scheme
+from glassformer.spec.schemes import Method, RecordedMethod, Scheme
 
 # B batch, T length, M rows, N looked-up rows, D d_model, V vocab, O outputs, I inputs
 
@@ -79,14 +79,14 @@ class QuantizedWeight(PackedWeight, ABC):
         self,
         tensor: QuantizedTensor,
         *,
-        method: Method,
+        method: RecordedMethod,
         backend: str,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.scheme: Scheme = tensor.scheme
         self.shape = tensor.shape
-        self.method: Method = method
+        self.method: RecordedMethod = method
         self.dtype = dtype
         self.form: Form | None = None
         self.home = tensor.qweight.device
@@ -227,7 +227,7 @@ class QuantizedLinear(QuantizedWeight):
         tensor: QuantizedTensor,
         bias_O: Tensor | None,
         *,
-        method: Method = "absmax",
+        method: RecordedMethod = "absmax",
         backend: str = "auto",
         head: bool = False,
     ) -> None:
@@ -265,7 +265,7 @@ class QuantizedEmbedding(QuantizedWeight):
         *,
         multiplier: float | None = None,
         dtype: torch.dtype = torch.float32,
-        method: Method = "absmax",
+        method: RecordedMethod = "absmax",
         backend: str = "auto",
     ) -> None:
         super().__init__(tensor, method=method, backend=backend, dtype=dtype)

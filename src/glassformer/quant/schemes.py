@@ -123,19 +123,6 @@ class Codec(ABC):
         """Return the grid of least squared error for these levels; columns weigh `weight_I`."""
         return grid
 
-    def moved(
-        self,
-        weight_OI: Tensor,
-        levels_OI: Tensor,
-        grid: tuple[Tensor, Tensor],
-        unit_O1: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the grid whose zero, or scale where that is all there is, fits these levels."""
-        raise InputError(
-            "hqq moves the zeros or scales of integer levels, and these are floats",
-            hint="absmax or mse",
-        )
-
     @abstractmethod
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Return the level nearest to each weight; all three broadcast."""
@@ -233,21 +220,6 @@ class IntegerCodec(Codec):
         found_OG = above_OG / _by_halves(pull_OGE * units_OGE)
         good_OG = found_OG.isfinite() & (found_OG > 0)
         return self.rounded_scale(torch.where(good_OG, found_OG, scale_OG), unit_O1), zero_OG
-
-    def moved(
-        self,
-        weight_OI: Tensor,
-        levels_OI: Tensor,
-        grid: tuple[Tensor, Tensor],
-        unit_O1: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the grid whose zero fits these levels best; symmetric: whose scale does."""
-        if self.symmetric:
-            ones_I = torch.ones_like(weight_OI[0])
-            return IntegerCodec.fitted(self, weight_OI, levels_OI, grid, ones_I, unit_O1)
-        scale_OG, _ = grid
-        off_OGE = self.grouped(levels_OI) - self.grouped(weight_OI) / scale_OG[..., None]
-        return scale_OG, self.rounded_zero(off_OGE.mean(-1))
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Return the level nearest to each weight; all three broadcast."""
@@ -519,7 +491,7 @@ def quantize_tensor(
     """Round a matrix to a grid over its full range (absmax), or to one that is searched for.
 
     `inputs_I`: the root mean square of each input; squared errors (mse) count by what they are
-    multiplied with. The other two look at weights alone.
+    multiplied with.
     """
     rules = codec(check_matrix(weight_OI, scheme))
     weight_OI = weight_OI.float()
@@ -529,8 +501,6 @@ def quantize_tensor(
             scale_OG, zero_OG = rules.grid(weight_OI, unit_O1=unit_O1)
         case "mse":
             scale_OG, zero_OG = least_squares_grid(weight_OI, rules, unit_O1, inputs_I)
-        case "hqq":
-            scale_OG, zero_OG = half_quadratic_grid(weight_OI, rules, unit_O1)
         case _ as unreachable:
             assert_never(unreachable)
     levels_OI = rules.nearest_levels(weight_OI, scale_OG, zero_OG)
@@ -581,19 +551,9 @@ def least_squares_grid(
         )
         if grids is not None:  # else what follows raises the error that names the cure
             return grids
-    return _some_rows_at_a_time(
-        weight_OI, unit_O1, lambda rows, unit: _searched_grid(rows, rules, unit, weight_I)
-    )
-
-
-def _some_rows_at_a_time(
-    weight_OI: Tensor,
-    unit_O1: Tensor | None,
-    search: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
     step = max(1, SEARCHED // weight_OI.shape[1])
     found = [
-        search(rows_OI, None if unit_O1 is None else unit_O1[i : i + step])
+        _searched_grid(rows_OI, rules, None if unit_O1 is None else unit_O1[i : i + step], weight_I)
         for i, rows_OI in zip(range(0, len(weight_OI), step), weight_OI.split(step), strict=True)
     ]
     scale_OG, zero_OG = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -649,52 +609,6 @@ def _searched_grid(
             best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
             best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
     assert best_scale_OG is not None and best_zero_OG is not None
-    return best_scale_OG, best_zero_OG
-
-
-# HQQ (Badri and Shaji, 2023): the sum of |error|^p, p < 1, instead of squares, so that the grid
-# fits most weights and a few that are far off do not pull it. Half-quadratic splitting: a sparse
-# error is set apart from the weights by shrinking, which is the least of |e|^p + b/2 (e - error)^2,
-# and the grid is fitted to what is left; both in turn, with b growing. Errors count steps of the
-# grid over the full range, so that b means the same for every group.
-
-#: The exponent p, the weight b that splitting begins with, its growth at each turn, the turns.
-HQQ_POWER, HQQ_BEGIN, HQQ_GROWTH, HQQ_TURNS = 0.7, 10.0, 1.01, 20
-
-
-def half_quadratic_grid(
-    weight_OI: Tensor, rules: Codec, unit_O1: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the grid over the full range with the zero (symmetric: the scale) that HQQ finds.
-
-    Of all turns, each group keeps the grid whose error is the least.
-    """
-    return _some_rows_at_a_time(
-        weight_OI, unit_O1, lambda rows, unit: _half_quadratic(rows, rules, unit)
-    )
-
-
-def _half_quadratic(
-    weight_OI: Tensor, rules: Codec, unit_O1: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    grid = best_scale_OG, best_zero_OG = rules.grid(weight_OI, unit_O1=unit_O1)
-    step_OG1 = best_scale_OG[..., None]
-    best_OG = torch.full_like(best_scale_OG, torch.inf)
-    weigh = HQQ_BEGIN
-    for turn in range(HQQ_TURNS + 1):
-        levels_OI = rules.nearest_levels(weight_OI, *grid)
-        error_OGE = rules.grouped(weight_OI - rules.values(levels_OI, *grid)) / step_OG1
-        size_OGE = error_OGE.abs()
-        total_OG = size_OGE.pow(HQQ_POWER).sum(-1)
-        better_OG = total_OG < best_OG
-        best_OG = torch.where(better_OG, total_OG, best_OG)
-        best_scale_OG = torch.where(better_OG, grid[0], best_scale_OG)
-        best_zero_OG = torch.where(better_OG, grid[1], best_zero_OG)
-        if turn < HQQ_TURNS:
-            left_OGE = (size_OGE - size_OGE.pow(HQQ_POWER - 1) / weigh).clamp(min=0)
-            apart_OI = (error_OGE.sign() * left_OGE * step_OG1).flatten(1)
-            grid = rules.moved(weight_OI - apart_OI, levels_OI, grid, unit_O1)
-            weigh *= HQQ_GROWTH
     return best_scale_OG, best_zero_OG
 
 

@@ -402,8 +402,7 @@ def quantize_on(
     done: list[Smoothed] = []
     if smoothing:
         schemes = {path: scheme for path, (_, scheme) in plan(bare, spec, select=select).items()}
-        wish = spec.resolved_method
-        search: Search = wish if wish in ("absmax", "hqq") else "mse"
+        search: Search = "absmax" if spec.resolved_method == "absmax" else "mse"
         few = batches[:SMOOTHING]
         done = smooth(bare, few, schemes, samples=samples, method=search, progress=progress)
     if spec.mean_bits is not None:

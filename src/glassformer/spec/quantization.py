@@ -22,6 +22,7 @@ from glassformer.spec.schemes import (
     Int4,
     Int8,
     Method,
+    RecordedMethod,
     Scheme,
     StoredTensor,
     check_scheme,
@@ -34,8 +35,6 @@ from glassformer.spec.serialize import from_dict, to_dict
 #: What a tied table becomes: one quantized table for both uses; a quantized head beside a float
 #: table; or a table that stays as it is.
 Tied = Literal["share", "untie", "skip"]
-#: What is rotated before: values within heads, or the residual stream as well.
-Rotation = Literal["values", "all"]
 #: What becomes of a layer that the scheme does not fit.
 #: `auto`: int8 where the group is ours to choose; a group that was given is refused.
 Indivisible = Literal["auto", "refuse", "int8", "keep"]
@@ -175,7 +174,7 @@ class QuantizedLayer:
 
     name: str
     scheme: Scheme
-    method: Method = "absmax"
+    method: RecordedMethod = "absmax"
 
 
 @spec

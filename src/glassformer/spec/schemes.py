@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 from glassformer.spec.checks import check_member, spec
 from glassformer.spec.errors import InputError, nearest
 
-#: How the grid of one matrix is found by its weights alone: over the full range, by least squared
-#: error, by half-quadratic splitting.
-Search = Literal["absmax", "mse", "hqq"]
+#: How the grid of one matrix is found: over the full range, or by least squared error.
+Search = Literal["absmax", "mse"]
 #: How scales are found, or the training that found the weights.
 Method = Literal[Search, "gptq", "qat"]
+#: What a checkpoint may say of that: earlier versions had one more.
+RecordedMethod = Literal[Method, "hqq"]
 
 #: Inputs that may share a scale.
 GROUPS = (32, 64, 128)

@@ -25,7 +25,6 @@ from glassformer.checks.measure import (
 from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
 from glassformer.checks.subject import Subject, with_source
 from glassformer.models.model import Model
-from glassformer.nn.attention import MultiHeadAttention
 from glassformer.quant.backends.choose import BACKENDS, FLOAT, ROUNDING, why_not
 from glassformer.quant.backends.routines import float_product, reference_product
 from glassformer.quant.contents import quantized_arrays, restored_model
@@ -37,7 +36,6 @@ from glassformer.quant.convert import (
     use_backend,
 )
 from glassformer.quant.layers import QuantizedWeight
-from glassformer.quant.rotate import rotate, why_not_stream
 from glassformer.quant.schemes import dequantize
 from glassformer.spec.manifest import stored
 from glassformer.spec.quantization import QuantSpec, targets
@@ -46,10 +44,8 @@ from glassformer.store.checkpoint import load_quantized, save_quantized
 
 SPECS = tuple(QuantSpec(scheme=scheme(), method="absmax", indivisible="keep") for scheme in SCHEMES)
 #: Backends whose result for a row has the same bits in any batch.
-INVARIANT = ("c", "fbgemm")
+INVARIANT = ("c",)
 NEIGHBOURS = 16
-#: A product with an orthogonal matrix and its transpose, in float64, relative to the largest logit.
-ROTATED = 1e-10
 
 
 def _plain(subject: Subject) -> Model:
@@ -112,27 +108,6 @@ def dequantizes_exactly(subject: Subject) -> Measure:
             return Measure(float("inf"), EXACT, subject.size, f"left over: {sorted(names)[:3]}")
         worst = max(worst, gap(_logits(back, subject), expected))
     return Measure(worst, EXACT, subject.size)
-
-
-def rotates_exactly(subject: Subject) -> Measure:
-    """Rotated, its weights are others and its function is the same; in float64."""
-    model = copy.deepcopy(_plain(subject)).double().eval()
-    expected, before = _logits(model, subject), [p.clone() for p in _values(model)]
-    if not before:
-        raise NotOffered("it has no values to rotate")
-    reason = why_not_stream(model)
-    rotate(model, "values" if reason else "all", seed=74)
-    if any(torch.equal(p, was) for p, was in zip(_values(model), before, strict=True)):
-        return Measure(float("inf"), ROTATED, subject.size, "values are as they were")
-    said = f"within heads alone: {reason}" if reason else ""
-    worst = relative_gap(_logits(model, subject), expected)
-    return Measure(worst, ROTATED, subject.size, said, dtype="float64")
-
-
-def _values(model: Model) -> list[Tensor]:
-    """Return the weights that make values, of heads wide enough to be mixed."""
-    parts = (part for part in model.modules() if isinstance(part, MultiHeadAttention))
-    return [part.v_proj.weight for part in parts if part.d_head > 1]
 
 
 def rows_stand_alone(subject: Subject) -> Measure:

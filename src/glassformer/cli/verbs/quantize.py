@@ -50,7 +50,7 @@ def quantize(
         str | None,
         typer.Option(
             help="How scales are found: mse (the default of 8 bits), gptq (of 4, unless it would "
-            "take over 10 minutes), hqq or absmax."
+            "take over 10 minutes) or absmax."
         ),
     ] = None,
     calibrate: Annotated[
@@ -76,14 +76,6 @@ def quantize(
             "--no-smooth looks at the weights alone, unless it calibrates.",
         ),
     ] = True,
-    rotate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Mix channels by Hadamard matrices that neighbouring weights absorb: values, "
-            "within heads, or all, the residual stream too (which unties a tied head).",
-        ),
-    ] = None,
     qat: Annotated[
         int,
         typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
@@ -102,7 +94,7 @@ def quantize(
         ),
     ] = "auto",
     backend: Annotated[
-        str, typer.Option(help="auto, c, fbgemm, aten, reference or float.")
+        str, typer.Option(help="auto, c, aten (on a GPU), reference or float.")
     ] = "auto",
     dequantize: Annotated[
         bool,
@@ -138,7 +130,7 @@ def quantize(
             raise InputError("--dequantize computes nothing", hint="leave out --device")
         _undo(path, out=Path(out), as_json=as_json)
         return
-    from glassformer.spec.quantization import Indivisible, Rotation, Tied, quant_spec
+    from glassformer.spec.quantization import Indivisible, Tied, quant_spec
 
     # QuantSpec checks each choice
     spec = quant_spec(
@@ -155,14 +147,11 @@ def quantize(
     )
     from glassformer.lab.quantize import Wish
 
-    if rotate is not None:
-        one_of("--rotate", rotate, get_args(Rotation))
     wish = Wish(
         spec=spec,
         calibrate=None if calibrate is None else Path(calibrate),
         text=None if text is None else Path(text),
         smooth=smooth,
-        rotate=cast(Rotation | None, rotate),
         qat_steps=qat,
         auto=auto,
         backend=backend,
@@ -186,7 +175,7 @@ def _way(
         raise InputError(f"--qat trains at one number of bits, not {bits:g}", hint="--bits 8 or 4")
     if qat and (method is not None or calibrate is not None):
         raise InputError("--qat finds weights by training", hint="leave out --method, --calibrate")
-    if calibrate is not None and method in ("absmax", "hqq") and not smooth:
+    if calibrate is not None and method == "absmax" and not smooth:
         raise InputError(
             f"{method} with --no-smooth looks at no text",
             hint="leave out --calibrate or --no-smooth",
@@ -253,7 +242,6 @@ def _as_json(outcome: "Outcome") -> str:
         "indivisible": list(outcome.indivisible),
         "narrowed": outcome.narrowed,
         "smoothed": [asdict(link) for link in outcome.smoothed],
-        "rotated": None if outcome.rotated is None else asdict(outcome.rotated),
         "outliers": [asdict(one) for one in outcome.outliers],
         "warnings": list(outcome.warnings),
         "timings": [
@@ -282,12 +270,6 @@ def _as_text(outcome: "Outcome") -> str:
         lines.append(
             f"outlier channels       {len(outcome.outliers)}, size over the median channel's: "
             f"{shown}"
-        )
-    if outcome.rotated is not None:
-        stream = f", the stream of {outcome.rotated.stream}" if outcome.rotated.stream else ""
-        loose = "; the head is untied for it" if outcome.rotated.untied else ""
-        lines.append(
-            f"rotated                values of {outcome.rotated.values} attentions{stream}{loose}"
         )
     if outcome.smoothed:
         before, after = (

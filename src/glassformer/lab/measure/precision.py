@@ -217,12 +217,12 @@ def compare(
     *,
     material: str,
     worst: int = 5,
-    rotated: Model | None = None,
+    untied: Model | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure both models, now.
 
-    `rotated`: the full model with its channels rotated as those of the small one were.
+    `untied`: the full model with the layers of the small one, where its head was untied.
     """
     if not batches:
         raise InputError("nothing to compare on", hint="give a text, or a run with its task")
@@ -232,7 +232,7 @@ def compare(
             progress(f"measuring: {MEASURED[number]}", number, len(MEASURED))
 
     begin(0)
-    alike = full if rotated is None else rotated
+    alike = full if untied is None else untied
     twin = smoothed_alike(alike, small, batches[0])
     errors = sorted(layer_errors(twin, small, batches[0]), key=lambda error: -error[1])
     begin(1)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glassformer.quant.backends.routines import Aten, Fbgemm, Native, float_product
+from glassformer.quant.backends.routines import Aten, Native, float_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
 from glassformer.spec.schemes import Scheme, check_scheme
@@ -72,8 +72,8 @@ class Backend(Protocol):
 #: weights with activations as they are, which is what training with rounded weights computes.
 REFERENCE, FLOAT = "reference", "float"
 EVERYWHERE = (REFERENCE, FLOAT)
-#: In order of preference: our routine is exact in more cases, and measured faster.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Fbgemm(), Aten())}
+#: Our routines on a CPU, torch's weight-only ops on a GPU.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Native(), Aten())}
 NAMES = (*BACKENDS, *EVERYWHERE)
 
 #: Allowance for rounding on top of a backend's bound, relative to the largest result.

@@ -6,7 +6,6 @@ has rounded weights and activations as they are: training with rounded weights a
 model compute the same, bit for bit, and every backend is held to a bound around it.
 """
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -93,10 +92,10 @@ def reference_rows(tensor: QuantizedTensor, index: Tensor) -> Tensor:
 
 # --- torch's weight-only ops ----------------------------------------------------------------------
 #
-# INT4 on the GPU and, without a C compiler, on the CPU; INT8 on the GPU. Activations and scales are
-# bfloat16. The ops are private and their layouts differ by device, so a packed matrix is never
-# saved. It is unpacked by a product with the identity matrix: levels are small integers, which
-# bfloat16 holds exactly. The original scales are kept, as the packed ones are rounded.
+# On a GPU alone. Activations and scales are bfloat16. The ops are private and their layouts may
+# change, so a packed matrix is never saved. It is unpacked by a product with the identity matrix:
+# levels are small integers, which bfloat16 holds exactly. The original scales are kept, as the
+# packed ones are rounded.
 
 #: Relative rounding error of bfloat16: half a unit in the last place.
 HALF_PLACE = 2.0**-8
@@ -110,15 +109,10 @@ class AtenInt4:
         self.scheme, self.shape = tensor.scheme, tensor.shape
         self.own = (tensor.scale, tensor.zero, tensor.exponent)
         self.stored = tensor if lookup else None
-        self.cuda = tensor.qweight.is_cuda
-        if self.cuda:
-            # This op expects the even column in the high nibble.
-            turned = (tensor.qweight << 4) | (tensor.qweight >> 4)
-            tiles = next(n for n in (8, 4, 2) if self.shape[1] % (16 * n) == 0)
-            self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
-        else:
-            levels = tensor.levels().int()
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        # This op expects the even column in the high nibble.
+        turned = (tensor.qweight << 4) | (tensor.qweight >> 4)
+        tiles = next(n for n in (8, 4, 2) if self.shape[1] % (16 * n) == 0)
+        self.packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned, tiles)
         scale_OG, zero_OG = grid_of(tensor)
         self.table = self._table(scale_OG, (8.0 - zero_OG) * scale_OG)
 
@@ -136,10 +130,8 @@ class AtenInt4:
         return self.packed.nbytes + self.table.nbytes + own + kept
 
     def _multiply(self, x_MI: Tensor, table: Tensor) -> Tensor:
-        name = "_weight_int4pack_mm" if self.cuda else "_weight_int4pack_mm_for_cpu"
-        multiply = getattr(torch.ops.aten, name)
-        x = x_MI.to(torch.bfloat16).contiguous()
-        out_MO: Tensor = multiply(x, self.packed, self.scheme.group, table)
+        x, group = x_MI.to(torch.bfloat16).contiguous(), self.scheme.group
+        out_MO: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.packed, group, table)
         return out_MO
 
     @torch.no_grad()
@@ -205,7 +197,7 @@ class AtenInt8:
 
 
 class Aten:
-    """Torch's weight-only ops."""
+    """Torch's weight-only ops on a GPU."""
 
     name = "aten"
     schemes = (Int8, Int4)
@@ -214,16 +206,12 @@ class Aten:
         self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
     ) -> str:
         """Return the reason why it cannot serve such a matrix; empty if it can."""
-        if device.type not in ("cpu", "cuda"):
-            return "runs on the CPU and on CUDA only"
+        if device.type != "cuda":
+            return "runs on CUDA only"
         outputs, inputs = shape
         if isinstance(scheme, Int8):
-            if device.type == "cpu":
-                return "has nothing fast for 8 bits on the CPU"
             return "" if scheme.symmetric else "has symmetric levels only, for 8 bits"
-        if device.type == "cpu" and outputs % 16:
-            return f"packs 16 outputs at a time, and there are {outputs}"
-        if device.type == "cuda" and (outputs % 8 or inputs % 32):
+        if outputs % 8 or inputs % 32:
             return f"packs 8 outputs by 32 inputs, and there are {outputs} by {inputs}"
         return ""
 
@@ -245,85 +233,6 @@ class Aten:
         Activations, scales and results are rounded to bfloat16; sums are kept in float32.
         """
         return 4 * HALF_PLACE * (x_MI.abs() @ weight_OI.abs().T)
-
-
-# --- INT8 on x86 by FBGEMM, which is part of torch ------------------------------------------------
-#
-# 8-bit activations saturate on machines without VNNI, so they get 7 bits: steps of 1/63, from -64
-# to 63. The op takes one scale for the batch, which would make a row depend on its neighbours, so
-# every row is divided by its largest entry and the result multiplied by it. The packed matrix
-# replaces the levels and unpacks without loss. Torch has deprecated these ops: the probe checks
-# that they exist.
-
-FBGEMM_STEPS = 63
-
-
-class FbgemmForm:
-    """A packed INT8 matrix."""
-
-    def __init__(self, tensor: QuantizedTensor) -> None:
-        assert isinstance(tensor.scheme, Int8)
-        self.scheme = tensor.scheme
-        zero_O = torch.zeros(len(tensor.scale)) if tensor.zero is None else tensor.zero
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch has deprecated these ops; the probe notices if they are gone
-            made = torch._make_per_channel_quantized_tensor(
-                tensor.qweight, tensor.scale.double(), zero_O.long(), 0
-            )
-            self.packed = torch.ops.quantized.linear_prepack(made, None)
-        self.nbytes = tensor.nbytes
-
-    @torch.no_grad()
-    def product(self, x_MI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + b, each row quantized with its own scale."""
-        largest_M1 = x_MI.abs().amax(-1, keepdim=True)
-        largest_M1 = torch.where(largest_M1 == 0, 1.0, largest_M1)
-        out_MO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x_MI / largest_M1, 1.0 / FBGEMM_STEPS, 64, self.packed
-        )
-        out_MO = out_MO.mul_(largest_M1)
-        return out_MO if bias_O is None else out_MO.add_(bias_O)
-
-    def unpack(self) -> QuantizedTensor:
-        """Return the stored form again."""
-        made, _ = torch.ops.quantized.linear_unpack(self.packed)
-        zero = None if self.scheme.symmetric else made.q_per_channel_zero_points().to(torch.int8)
-        scale = made.q_per_channel_scales().float()
-        return QuantizedTensor(made.int_repr(), scale, zero, self.scheme)
-
-
-class Fbgemm:
-    """INT8 per channel on the CPU."""
-
-    name = "fbgemm"
-    schemes = (Int8,)
-
-    def why_not(
-        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
-    ) -> str:
-        """Return the reason why it cannot serve such a matrix; empty if it can."""
-        if device.type != "cpu":
-            return "runs on the CPU only"
-        if isinstance(scheme, Int8) and scheme.resolve(shape[1]).group:
-            return "has one scale per output channel only"
-        if lookup:
-            return "cannot look up rows without unpacking everything"
-        if "fbgemm" not in torch.backends.quantized.supported_engines:
-            return "this torch has no FBGEMM"
-        if not hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"):
-            return "this torch has lost the op"
-        return ""
-
-    def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> FbgemmForm:
-        """Return the run-time form."""
-        return FbgemmForm(tensor)
-
-    def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the error bound (M, O) against the reference: half a step of each activation."""
-        step_M1 = x_MI.abs().amax(-1, keepdim=True) / FBGEMM_STEPS
-        return 0.5 * step_M1 * weight_OI.abs().sum(-1)
 
 
 # --- our C routines -------------------------------------------------------------------------------
