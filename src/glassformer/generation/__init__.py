@@ -1,1 +1,1 @@
-"""Generate sequences with a model: samplers, decoding, beams, constraints, and the fast steps."""
+"""Generate sequences with a model: samplers, decoding, beams, constraints, and the native step."""
