@@ -102,11 +102,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 KERNELS := $(wildcard src/glassformer/kernels/*.c src/glassformer/kernels/*.h)
 define install
 @echo 'installing $(1)'
-@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '$(1)' \
-  || $(PIP) -c constraints.txt -e '$(1)'
+@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ./glasscheck -e '$(1)' \
+  || $(PIP) -c constraints.txt -e ./glasscheck -e '$(1)'
 endef
 
-$(CORE): pyproject.toml constraints.txt setup.py $(KERNELS)
+$(CORE): pyproject.toml glasscheck/pyproject.toml constraints.txt setup.py $(KERNELS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 -c constraints.txt
 	@$(PIP) uv -c constraints.txt || echo 'no uv here: pip does it all'

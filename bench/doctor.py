@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.clock import Row, said
+from glasscheck.setups import Setup
 from glassformer.checks.doctor import Diagnosis, doctor
-from glassformer.checks.setups import Setup
 from glassformer.lab.recipes import RECIPES
 
 PARTS = Path(__file__).with_name("doctor_parts.py")

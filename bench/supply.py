@@ -24,14 +24,15 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).parents[1]
 HASHES = HERE / "hashes.txt"
 SBOM = HERE / "build" / "sbom.json"
-#: What hashes.txt leaves out: torch comes as a build for the machine, with its own libraries.
-ELSEWHERE = re.compile(r"(torch|triton|setuptools|nvidia-.*|cuda-.*)$")
+#: What hashes.txt leaves out: torch comes as a build for the machine, with its own libraries, and
+#: glasscheck from this repository.
+ELSEWHERE = re.compile(r"(torch|triton|setuptools|nvidia-.*|cuda-.*|-e .*|.*glasscheck.*)$")
 HEAD = """\
 # The core dependencies with the SHA-256 of every file that the index offers, made by `make hashes`.
 # torch is left out: its CPU build comes from where you choose. To install by hashes alone:
 #   pip install torch==2.13.0
 #   pip install --require-hashes -r hashes.txt
-#   pip install --no-deps .
+#   pip install --no-deps ./glasscheck .
 """
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs"
-SOURCES = ROOT / "src"
+SOURCES, BESIDE = ROOT / "src", ROOT / "glasscheck" / "src"
 
 MARK = re.compile(r"^<!-- source: .*-->$", re.M)
 QUOTE = re.compile(
@@ -32,9 +32,9 @@ class BadQuote(Exception):
 
 
 def source_of(file: str, name: str) -> str:
-    """The text of a function, a class, a method or a constant of a file under src/."""
-    path = SOURCES / file
-    if not path.is_file():
+    """The text of a function, a class, a method or a constant of a file of a package."""
+    path = next((folder / file for folder in (SOURCES, BESIDE) if (folder / file).is_file()), None)
+    if path is None:
         raise BadQuote(f"there is no {file} under src/")
     text = path.read_text(encoding="utf-8")
     body: list[ast.stmt] = ast.parse(text).body

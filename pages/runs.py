@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.checks.faults import FAULTS
 from tests.planting import planted
 
+from glasscheck.measure import EXACT, TOLERANCE
 from glassformer.checks.catalogue import (
     PART_CHECKS,
     Finding,
@@ -22,7 +23,6 @@ from glassformer.checks.catalogue import (
     verify_parts,
     verify_subject,
 )
-from glassformer.checks.measure import EXACT, TOLERANCE
 from glassformer.checks.preset_subjects import sample_subjects
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glasscheck.setups import Setup as Setup
+    from glasscheck.subject import Subject as Subject
     from glassformer import named as named
     from glassformer.adapters.any_model import export as export
     from glassformer.adapters.any_model import inspect as inspect
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from glassformer.checks.diff import diff as diff
     from glassformer.checks.doctor import doctor as doctor
     from glassformer.checks.report import verify as verify
-    from glassformer.checks.setups import Setup as Setup
-    from glassformer.checks.subject import Subject as Subject
     from glassformer.data.batch import Batch as Batch
     from glassformer.lab.api import evaluate as evaluate
     from glassformer.lab.api import finetune as finetune
@@ -77,8 +77,8 @@ _HOME = {
     "ModelSpec": "glassformer.spec.model",
     "QuantSpec": "glassformer.spec.quantization",
     "RunSpec": "glassformer.spec.train",
-    "Setup": "glassformer.checks.setups",
-    "Subject": "glassformer.checks.subject",
+    "Setup": "glasscheck.setups",
+    "Subject": "glasscheck.subject",
     "Taps": "glassformer.nn.taps",
     "Sweep": "glassformer.lab.sweeps.sweep",
     "TrainSpec": "glassformer.spec.train",

@@ -10,11 +10,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import glassformer as gf
+from glasscheck import causes
+from glasscheck.causes import gap_of
+from glasscheck.following import CLEAR
 from glassformer.adapters.load import adapt
-from glassformer.checks import causes
-from glassformer.checks.causes import gap_of
 from glassformer.checks.diff import diff
-from glassformer.checks.following import CLEAR
 from glassformer.checks.preset_subjects import perturb
 from glassformer.cli.main import app
 from glassformer.spec import presets

@@ -10,8 +10,9 @@ from bench import faults as planted
 from torch import nn
 
 import glassformer as gf
+from glasscheck.foreign import config_of, foreign_of, looks_fresh, untouched
+from glasscheck.measure import NotOffered
 from glassformer.checks.catalogue import SUBJECT_CHECKS
-from glassformer.checks.foreign import config_of, foreign_of, looks_fresh, untouched
 from glassformer.checks.subject import Subject, subject_of_factory
 from glassformer.spec.errors import InputError
 from tests.checks import foreign, strangers
@@ -201,7 +202,7 @@ def test_a_gap_already_measured_does_not_vanish():
 
     def logits(tokens, valid):
         if valid is not None:
-            raise gf.checks.measure.NotOffered("no mask")
+            raise NotOffered("no mask")
         return table[tokens]
 
     subject = Subject(

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+import glasscheck as gc
 import glassformer as gf
-from glassformer.checks.plugin import certify
+from glasscheck.plugin import certify
 from glassformer.cli.main import app
-from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.errors import FileError
 from tests.checks.strangers import CACHED, made
 from tests.contracts.test_docs import ROOT
 
@@ -30,7 +31,7 @@ def test_the_assertion_names_what_does_not_hold():
     certify(broken(), only="cache", expect={CACHED: "bug"})
     with pytest.raises(AssertionError, match="token by token: passed, expected bug"):
         certify(made()(), only="cache", expect={CACHED: "bug"})
-    with pytest.raises(InputError, match="no check 'cached = uncached'"):
+    with pytest.raises(gc.InputError, match="no check 'cached = uncached'"):
         certify(made()(), rows=["cached = uncached"])
 
 
@@ -119,7 +120,7 @@ def test_rows_become_tests(pytester):
     counted = sum(len(report.result) for report in run.getreports("pytest_collectreport")
                   if report.nodeid.startswith("models:"))  # fmt: skip
     assert counted == len([r for r in run.getreports("pytest_runtest_logreport")
-                           if r.when == "call" or r.skipped]) - 1 > 50  # fmt: skip
+                           if r.when == "call" or r.skipped]) - 1 >= 20  # fmt: skip
     # An id runs its row alone.
     alone = pytester.inline_run(*plugin, "--glass", failed[0].nodeid, "-k", "models")
     assert [r.nodeid for r in alone.listoutcomes()[2]] == [failed[0].nodeid]
@@ -127,7 +128,7 @@ def test_rows_become_tests(pytester):
 
 def test_pytest_finds_the_plugin_and_torch_is_not_imported_for_it():
     """By an entry point of the name that `-p` has, so that the two are one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "glasscheck" / "pyproject.toml").read_text())
     (entry,) = project["project"]["entry-points"]["pytest11"].items()
     assert entry == (certify.__module__, certify.__module__)
     lines = f"import sys, {certify.__module__}; print('torch' in sys.modules)"

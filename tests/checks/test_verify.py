@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import glassformer as gf
+from glasscheck.measure import Measure
+from glasscheck.rows import invariants
 from glassformer.checks.catalogue import (
     GROUPS,
     PartCheck,
@@ -18,10 +20,9 @@ from glassformer.checks.catalogue import (
     run_subject_check,
     verify_parts,
 )
-from glassformer.checks.measure import Measure
 from glassformer.checks.preset_subjects import sample_subject
 from glassformer.checks.report import Report, verify
-from glassformer.checks.rows import invariants, numpy_parity, own_models
+from glassformer.checks.rows import numpy_parity, own_models
 from glassformer.checks.rows.numpy_parity import _equal_shares, gradients_by_differences
 from glassformer.checks.subject import (
     Subject,

@@ -38,6 +38,19 @@ def test_json_tells_text_tokens_probabilities_and_why_it_ended(runs):
     assert found["finish"] in ("eos", "length")
 
 
+def test_a_text_that_repeats_itself_is_told_from_one_that_does_not(runs):
+    from glassformer.cli.verbs.generate import repeats
+
+    assert repeats([5, 9] + [3, 1, 4] * 12)
+    assert not repeats([3] * 16)  # too short to say
+    assert not repeats([*range(40)])
+    assert not repeats([3, 1, 4] * 12 + [7])
+    words = ["generate", "parity", "1 0 1", "--runs", runs, "--max-new", "60", "--min-new", "60"]
+    shown = CliRunner().invoke(app, words)
+    tokens = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["tokens"]
+    assert ("it repeats itself" in shown.output) == repeats(tokens)
+
+
 def test_the_cache_changes_nothing_and_stdin_is_read(runs):
     words = ("reverse", "3 1 4", "--max-new", "6")
     assert glass(runs, *words) == glass(runs, *words, "--no-cache")

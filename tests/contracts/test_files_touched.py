@@ -3,7 +3,8 @@
 import functools
 import re
 
-from glassformer.checks.catalogue import PART_CHECKS, SUBJECT_CHECKS
+from glasscheck.catalogue import SUBJECT_CHECKS
+from glassformer.checks.catalogue import OWN_CHECKS, PART_CHECKS
 from tests.contracts.test_docs import ROOT
 from tests.contracts.test_house import HOUSE
 
@@ -50,9 +51,12 @@ def test_a_check_is_spelled_in_at_most_three_files():
     # The adapters' certificate has rows of its own; the table of executors refers to rows.
     own = {f"src/glassformer/checks/{name}.py" for name in ("adapter", "executors")}
     assert {catalogue, faults} < needed
-    for check in (*PART_CHECKS, *SUBJECT_CHECKS):
-        files = spelled(HOUSE, re.compile(re.escape(f'"{check.name}"')))
-        assert files - own == {catalogue}, check.name
-        home = check.run.__module__.removeprefix("glassformer.checks.rows.")
+    beside = "glasscheck/src/glasscheck/catalogue.py"
+    for check in (*PART_CHECKS, *OWN_CHECKS, *SUBJECT_CHECKS):
+        place = beside if check in SUBJECT_CHECKS else catalogue
+        name = re.compile(re.escape(f'"{check.name}"'))
+        files = spelled(HOUSE, name) | spelled((ROOT / beside).parent, name)
+        assert files - own == {place}, check.name
+        home = check.run.__module__.rpartition(".rows.")[2]
         run = re.compile(rf"\b{home}\.{check.run.__name__}\b")
-        assert catalogue in spelled(HOUSE / "checks", run), check.name
+        assert place in spelled((ROOT / place).parent, run), check.name

@@ -253,6 +253,52 @@ def test_the_door_is_lazy():
     assert loaded_with(["glassformer"], unwanted=["torch", "numpy"]) == []
 
 
+# --- the distribution beside it -----------------------------------------------------------------
+
+BESIDE = ROOT.parent / "glasscheck" / "src"
+CHECKS = {
+    ".".join(path.relative_to(BESIDE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(BESIDE.rglob("*.py"))
+}
+
+
+def imported_by(path: Path) -> set[str]:
+    """The modules that a file names in its imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    return found | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+
+
+def test_glasscheck_needs_torch_and_numpy_and_knows_no_other_library():
+    wrong = []
+    for module, path in CHECKS.items():
+        allowed = {"torch", "numpy", "glasscheck"}
+        allowed |= {"pytest"} if module == "glasscheck.plugin" else set()
+        more = {name.split(".")[0] for name in imported_by(path)} - sys.stdlib_module_names
+        wrong += [f"{module} imports {name}" for name in sorted(more - allowed)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_glasscheck_has_no_cycle():
+    needs = {m: {t for t in imported_by(path) if t in CHECKS} for m, path in CHECKS.items()}
+    needs = {m: t - {m, "glasscheck"} for m, t in needs.items()}
+    while needs:
+        free = {name for name, left in needs.items() if not left & needs.keys()}
+        assert free, f"a cycle among {sorted(needs)}"
+        needs = {name: left for name, left in needs.items() if name not in free}
+
+
+def test_glasscheck_is_used_by_what_knows_models():
+    """By checks and above: what a model is does not depend on how it is checked."""
+    wrong = [
+        f"{module} imports {target}"
+        for module in FILES
+        for target in imports(module)
+        if target.startswith("glasscheck") and RANKS.get(package_of(module), 9) < RANKS["checks"]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_rooms_are_named_for_what_lives_in_them():
     names = {part for module in FILES for part in module.split(".")}
     assert not names & DRAWERS
@@ -274,8 +320,12 @@ FORBIDDEN = {"eval", "exec", "builtins.eval", "builtins.exec", "torch.load", "to
 def test_nothing_dangerous_is_called():
     """No pickle in any dress, no code made of text, no waiting for a GPU outside bench/."""
     wrong = []
-    for module, tree in trees().items():
-        found = {name.split(".")[0] for name in imports(module)} & PICKLES
+    beside = {
+        module: ast.parse(path.read_text(encoding="utf-8")) for module, path in CHECKS.items()
+    }
+    for module, tree in (trees() | beside).items():
+        named = imports(module) if module in FILES else imported_by(CHECKS[module])
+        found = {name.split(".")[0] for name in named} & PICKLES
         wrong += [f"{module} imports {name}" for name in sorted(found)]
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
@@ -334,13 +384,8 @@ def undocumented(module: str) -> list[str]:
 ONE_IMPORTER = {
     "costs.activations": "what a backward keeps, kind by kind; estimates adds the rest of a step",
     "checks.executors": "the table of executors; the command that shows it reads it",
-    "checks.following": "a forward followed module by module; diff compares two of them",
     "checks.rows.processes": "a row that starts processes of its own; the catalogue is the table",
     "checks.rows.training_step": "rows of the training step; the catalogue is their table",
-    "checks.symptoms.examples": "mistakes in the data; doctor is their table",
-    "checks.symptoms.gradients": "mistakes that one backward shows; doctor is their table",
-    "checks.symptoms.steps": "mistakes that some steps of training show; doctor is their table",
-    "checks.symptoms.targets": "mistakes in what is predicted; doctor is their table",
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
     "gpu.cuda_attend": "another language than its importer's; it has a source file of its own",
     "gpu.triton_decode": "imported by name where there is a GPU: it needs Triton",
@@ -354,9 +399,6 @@ ONE_IMPORTER = {
     "checks.adapter": "public: validates an adapter of anyone; named re-exports it",
     "checks.rows.attention": "rows about attention; the catalogue is their table",
     "checks.rows.decoding": "rows about decoding; the catalogue is their table",
-    "checks.rows.foreign_cache": "rows about others' caches; the catalogue is their table",
-    "checks.rows.foreign_slopes": "the row about others' gradients; the catalogue is its table",
-    "checks.rows.foreign_training": "rows about others' training; the catalogue is their table",
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.main": "the command's entry point; __main__ is another door to it",

@@ -94,11 +94,14 @@ def test_it_is_short_and_says_first_what_it_is():
 def test_the_line_that_installs_names_what_there_is():
     made, line = next(block for block in PLAIN if "pip install" in block).splitlines()
     assert made == "python3 -m venv .venv && . .venv/bin/activate"
-    (what,) = shlex.split(line)[2:]
+    beside, what = shlex.split(line)[2:]
+    other = tomllib.loads((ROOT / beside / "pyproject.toml").read_text(encoding="utf-8"))
+    assert other["project"]["name"] == "glasscheck"
     folder, extras = re.fullmatch(r"(.*)\[(.*)\]", what).groups()
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
     assert "glass" in project["project"]["scripts"]
+    assert "glasscheck" in project["project"]["dependencies"]
 
 
 def test_what_the_first_block_prints_is_what_is_shown():

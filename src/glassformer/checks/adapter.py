@@ -15,13 +15,14 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from glasscheck.measure import EXACT, Measure, NotOffered, gap
+from glasscheck.rows.invariants import tokens_of
+from glasscheck.subject import Subject
 from glassformer.adapters.base import BaseAdapter, Outline
 from glassformer.adapters.load import load
 from glassformer.checks.catalogue import SUBJECT_CHECKS, SubjectCheck, run_subject_check
-from glassformer.checks.measure import EXACT, Measure, NotOffered, gap
 from glassformer.checks.report import Report
-from glassformer.checks.rows.invariants import tokens_of
-from glassformer.checks.subject import Subject, subject_of_adapter
+from glassformer.checks.subject import subject_of_adapter
 from glassformer.generation.streaming import generate_batch
 from glassformer.kernels.threads import verifying
 from glassformer.models.model import Model

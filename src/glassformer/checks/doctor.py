@@ -1,213 +1,194 @@
-"""`doctor`: look for twenty kinds of mistakes before a training, each with evidence and a fix.
+"""`doctor` of our own runs, and of the trainings of any library.
 
 A run of ours is planned and assembled as `glass train` would; a set-up of others is what a
-factory returns. The examinations go from cheap to dear and end at a time limit. The model, its
-gradients and modes, the optimizer, the schedule and all random generators are afterwards what they
-were before.
+factory returns.
 """
 
-import contextlib
-import random
-import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor
 
-from glassformer.checks.foreign import untouched
-from glassformer.checks.measure import NotOffered, short
-from glassformer.checks.patients import OwnRun, Patient
-from glassformer.checks.report import Case, Style, junit_xml, plain
-from glassformer.checks.setups import Setup, Symptom, Verdict, setup_of
+import glasscheck.diagnosis
+from glasscheck.diagnosis import KINDS, SECONDS, Finding, as_it_was, examined, kinds_of, made_by
+from glasscheck.patients import BATCHES, EXAMPLES, Call, Patient, Rows, View
+from glasscheck.setups import Setup, setup_of
+from glassformer.checks.errors import as_ours
 from glassformer.checks.subject import named
-from glassformer.checks.symptoms import examples, gradients, steps, targets
+from glassformer.data.batch import Batch
+from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.kernels.threads import verifying
 from glassformer.lab.recipes import RECIPES, planned_run
 from glassformer.lab.runs.assemble import assemble
 from glassformer.lab.runs.planned import PlannedRun
-from glassformer.spec.errors import CheckFailed, InputError, nearest
+from glassformer.models.model import Model
+from glassformer.spec.errors import InputError
 from glassformer.spec.own import is_source
 from glassformer.spec.tasks import is_config
-from glassformer.spec.train import RunSpec
+from glassformer.spec.train import RunSpec, TrainSpec
+from glassformer.training.engine import loss_weights, totals
+from glassformer.training.losses import head_loss
+from glassformer.training.recorded import precision
 from glassformer.training.torch_engine import TorchEngine
 
-
-class Kind(NamedTuple):
-    """A kind of mistake and how it is looked for."""
-
-    name: str
-    group: str
-    look: Callable[[Patient], Symptom]
-    trains: bool = False  # left out by --quick
+__all__ = ["KINDS", "Diagnosis", "Finding", "doctor"]
 
 
-#: The kinds of findings, the cheapest to look for first.
-KINDS = (
-    Kind("vocabulary", "data", examples.vocabulary),
-    Kind("split leak", "data", examples.split_leak),
-    Kind("truncation", "data", examples.truncation),
-    Kind("rare class", "data", examples.rare_class),
-    Kind("optimizer coverage", "optimizer", steps.optimizer_coverage),
-    Kind("decay on norms", "optimizer", steps.decay_on_norms),
-    Kind("warmup", "optimizer", steps.warmup),
-    Kind("initial loss", "loss", targets.initial_loss),
-    Kind("target shift", "loss", targets.target_shift),
-    Kind("loss mask", "loss", targets.loss_mask),
-    Kind("answer in the input", "loss", targets.answer_in_input),
-    Kind("mask polarity", "model", targets.mask_polarity),
-    Kind("dropout in eval", "model", gradients.dropout_in_eval),
-    Kind("dtype range", "model", gradients.dtype_range),
-    Kind("frozen or unused", "model", gradients.frozen_or_unused),
-    Kind("gradient norms", "model", gradients.gradient_norms),
-    Kind("accumulation", "training", gradients.accumulation),
-    Kind("learning curve", "training", steps.learning_curve, trains=True),
-    Kind("learning rate", "training", steps.learning_rate, trains=True),
-    Kind("one batch", "training", steps.one_batch, trains=True),
-)
+class OwnRun(Patient):
+    """A run of ours: the task's batches, the model of its spec, the engine's optimizers."""
+
+    ours = True
+
+    def __init__(self, engine: TorchEngine, task: Task, train: TrainSpec, *, name: str) -> None:
+        self.task, self.train_spec, self.engine = task, train, engine
+        super().__init__(Setup(model=engine.model, name=name, clip=train.clip))
+        self.optimizers = [optimizer for optimizer, _ in engine.optimizers]
+        self.base = [
+            train.lr * share
+            for optimizer, share in engine.optimizers
+            for _ in optimizer.param_groups
+        ]
+        self.tokenizer, self.accumulate, self.steps = task.tokenizer, train.accumulate, train.steps
+        size = task.sizes()["train"]
+        sampler = Sampler(
+            size, batch_size=train.batch_size, seed=train.seed, lengths=task.lengths("train")
+        )
+        count = max(BATCHES, 2 * min(train.accumulate, 8))
+        self.batches = [task.batch("train", sampler.rows(step)) for step in range(count)]
+        rows = np.arange(min(task.sizes().get("val", 0), 64))
+        self.val_batches = [task.batch("val", rows)] if len(rows) else []
+        self.floor = self._oracle_floor(sampler.rows(0))
+        self.knows_truth = task.oracle("train", sampler.rows(0)) is not None
+
+    def _oracle_floor(self, rows: Any) -> float | None:
+        oracle, batch = self.task.oracle("train", rows), self.task.batch("train", rows)
+        heads = self.engine.spec.head_names()
+        if oracle is None or len(heads) > 1:
+            return None
+        weights = loss_weights(batch, heads[0])
+        if oracle.entropy.shape != weights.shape or not weights.sum():
+            return None
+        return float((oracle.entropy * weights).sum() / weights.sum())
+
+    @property
+    def classes(self) -> int:
+        """The vocabulary of the spec."""
+        return self.engine.spec.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """The longest input of the spec."""
+        return self.engine.spec.max_seq_len
+
+    def special(self, name: str) -> int | None:
+        """Return a special id of the task's tokenizer."""
+        found: int | None = getattr(self.task.tokenizer, name, None)
+        return found
+
+    def rates(self, count: int) -> list[float]:
+        """Return the rates of the run's schedule."""
+        return [self.train_spec.learning_rate(step) for step in range(count)]
+
+    def loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch, as the engine differentiates it."""
+        return self.loss_of_step([batch])
+
+    def loss_of_step(self, batches: Sequence[Any]) -> Tensor:
+        """Return the loss of a step: every token weighs the same."""
+        model, spec = self.engine.model, self.engine.spec
+        counts = totals(batches, spec)
+        total = model.penalty()
+        for batch in batches:
+            inputs = model.inputs(batch)
+            with precision(self.train_spec, self.device):
+                hidden = model.hidden(inputs)
+                for head, count in counts.items():
+                    sums = head_loss(
+                        model, hidden, head,
+                        torch.as_tensor(batch.targets[head], device=self.device).long(),
+                        torch.as_tensor(loss_weights(batch, head), device=self.device),
+                        valid_BT=inputs.valid_BT, label_smoothing=self.train_spec.label_smoothing,
+                    )  # fmt: skip
+                    share = self.train_spec.head_weight(head) / (count or 1.0)
+                    total = total + share * sums.smoothed
+        return total
+
+    def logits(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Call:
+        """Return the logits of the first head, its tokens changed if requested."""
+        assert isinstance(batch, Batch)
+        model = cast(Model, self.model).eval()
+        tokens = torch.as_tensor(batch.tokens)
+        if change is not None:
+            tokens = change(tokens)
+            batch = dataclasses.replace(batch, tokens=tokens.numpy())
+        with torch.no_grad(), precision(self.train_spec, self.device):
+            logits = next(iter(model(batch).values()))
+        return Call(tokens=tokens, valid=torch.as_tensor(batch.valid), logits=logits.float().cpu())
+
+    def read(self, batch: Any) -> list[View]:
+        """Return the targets and weights of each head: those of the batch."""
+        assert isinstance(batch, Batch)
+        self.model.eval()
+        with torch.no_grad(), precision(self.train_spec, self.device):
+            answers = cast(Model, self.model)(batch)
+        found = []
+        for head, logits in answers.items():
+            if head not in batch.targets:
+                continue
+            weights = torch.as_tensor(loss_weights(batch, head))
+            targets = torch.as_tensor(batch.targets[head]).long()
+            flat, share = logits.float().cpu(), weights / weights.sum().clamp(min=1e-30)
+            known = torch.where(weights > 0, targets, 0)
+            nll = -flat.log_softmax(-1).gather(-1, known[..., None])[..., 0]
+            view = View(
+                head=head,
+                tokens=torch.as_tensor(batch.tokens),
+                valid=torch.as_tensor(batch.valid),
+                targets=known,
+                weights=share,
+                logits=flat,
+                loss=float((nll * share).sum()),
+            )
+            found.append(view)
+        return found
+
+    def rows(self, split: str) -> Rows:
+        """Return the examples of a split as data."""
+        found, size = Rows(), self.task.sizes().get(split, 0)
+        for begin in range(0, min(size, EXAMPLES), 500):
+            batch = self.task.batch(split, np.arange(begin, min(begin + 500, size, EXAMPLES)))
+            side = batch if batch.source is None else batch.source
+            head = next(iter(batch.targets))
+            weights, targets = loss_weights(batch, head), batch.targets[head]
+            for i in range(len(batch.tokens)):
+                row = tuple(int(t) for t in side.tokens[i][side.valid[i]])
+                found.longest = max(found.longest, len(row))
+                if batch.source is not None:
+                    row += tuple(int(t) for t in batch.tokens[i][batch.valid[i]])
+                if head == "next" and batch.source is None and weights[i].any():
+                    row += (int(targets[i][weights[i] > 0][-1]),)  # the input ends before it
+                found.tokens.append(row)
+                found.answers.append(int(targets[i]) if targets.ndim == 1 else None)
+                found.counted.append(int((weights[i] > 0).sum()) if targets.ndim == 2 else None)
+        return found
 
 
-def examine(kind: Kind, p: Patient) -> Symptom:
-    """Look for one kind of mistake; what a stranger's code raises is said, never counted."""
-    try:
-        return kind.look(p)
-    except NotOffered as error:
-        return Symptom("not offered", str(error))
-    except gradients.NoGradient:
-        return Symptom("not offered", "the loss has no gradient")
-    except Exception as error:  # a stranger's code may raise anything
-        return Symptom("raised", f"the set-up raised {short(error)}")
-
-
-#: Seconds after which no further examination begins, and a training in one of them ends.
-SECONDS = 60.0
-WIDTH = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one examination: evidence in numbers, and a fix where something is wrong."""
-
-    kind: str
-    group: str
-    verdict: Verdict
-    evidence: str
-    fix: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Diagnosis:
+class Diagnosis(glasscheck.diagnosis.Diagnosis):
     """The findings of all examinations; printed, and shown in a notebook, as text."""
 
-    findings: tuple[Finding, ...]
-    name: str = ""
-
-    def of(self, *verdicts: Verdict) -> list[Finding]:
-        """Return the findings with one of these verdicts."""
-        return [f for f in self.findings if f.verdict in verdicts]
-
-    @property
-    def passed(self) -> int:
-        """The number of kinds of which there is no sign."""
-        return len(self.of("passed"))
-
-    @property
-    def failed(self) -> int:
-        """The number of mistakes."""
-        return len(self.of("mistake"))
-
-    @property
-    def warnings(self) -> int:
-        """The number of findings that may be meant."""
-        return len(self.of("warning"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
-        rows = [{**asdict(f), "seconds": round(f.seconds, 3)} for f in self.findings]
-        counts = {"passed": self.passed, "mistakes": self.failed, "warnings": self.warnings}
-        return {"name": self.name, **counts, "findings": rows}
-
-    def markdown(self) -> str:
-        """Return a table of what is wrong, for a pull request; the rest is counted."""
-        lines = [f"**{self._counted()}**", ""]
-        found = self.of("mistake", "warning")
-        if found:
-            lines += ["| | kind | evidence | fix |", "|---|---|---|---|"]
-        for f in found:
-            cells = (f.verdict, f.kind, f.evidence, f"`{f.fix}`")
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        return "\n".join(lines) + "\n"
-
-    def junit(self) -> str:
-        """Return JUnit XML: a test for each kind; what was not offered is skipped."""
-        return junit_xml(
-            "glass doctor",
-            [
-                Case(
-                    f"{self.name}.{f.group}",
-                    f.kind,
-                    f.seconds,
-                    "failed"
-                    if f.verdict == "mistake"
-                    else "skipped"
-                    if f.verdict in ("not offered", "raised")
-                    else f.verdict,
-                    f"{f.evidence}. Fix: {f.fix}" if f.fix else f.evidence,
-                )
-                for f in self.findings
-            ],
-        )
+    __slots__ = ()
+    COMMAND: ClassVar[str] = "glass doctor"
 
     def raise_if_failed(self) -> None:
         """Raise an exception that names the first mistake."""
-        for f in self.of("mistake"):
-            raise CheckFailed(f"{f.kind}: {f.evidence}", where=self.name, hint=f.fix)
-
-    def _counted(self) -> str:
-        what = "mistake" if self.failed == 1 else "mistakes"
-        more = f", {self.warnings} warning{'s' * (self.warnings > 1)}" if self.warnings else ""
-        return f"{self.failed} {what}{more}, {self.passed} of {len(self.findings)} kinds passed"
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def text(self, style: Style = plain) -> str:
-        """Return what is wrong, each with its fix, then a line for each kind that passed."""
-        lines = []
-        for f in self.of("mistake", "warning"):
-            verdict = "bug" if f.verdict == "mistake" else "rounding"
-            lines += [style(f"{f.verdict}  {f.kind}", verdict), *_wrapped(f.evidence, "  ")]
-            lines += [*_wrapped(f.fix, "  fix: ", more="       "), ""]
-        width = max(len(f.kind) for f in self.findings)
-        for f in self.of("passed"):
-            lines.append(f"  {style('passed', 'passed')}  {f.kind.ljust(width)}  {f.evidence}")
-        left: dict[str, list[str]] = {}
-        for f in self.of("not offered", "raised"):
-            left.setdefault(f.evidence, []).append(f.kind)
-        if left:
-            lines += ["", style("not examined", "not offered")]
-        for reason, kinds in left.items():
-            said = _wrapped(f"{', '.join(kinds)}: {reason}", "  ", more="    ")
-            lines += [style(line, "not offered") for line in said]
-        verdict = "bug" if self.failed else "rounding" if self.warnings else "passed"
-        return "\n".join([*lines, "", style(self._counted(), verdict)])
-
-
-def _wrapped(text: str, begin: str, *, more: str | None = None) -> list[str]:
-    after = begin if more is None else more
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=begin,
-        subsequent_indent=after,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        with as_ours():
+            super().raise_if_failed()
 
 
 def doctor(
@@ -226,60 +207,27 @@ def doctor(
     `train`; or a training of any library: a `Setup`, a dict with its fields, a module, or
     `package.module:factory` that returns one of these. `quick` leaves out what trains some steps.
     """
-    kinds = [kind for kind in KINDS if not (quick and kind.trains)]
-    if only is not None:
-        if only not in {k.name for k in KINDS} | {k.group for k in KINDS}:
-            known = [k.name for k in KINDS] + [k.group for k in KINDS]
-            raise InputError(f"no kind '{only}'", hint=nearest(only, known))
-        kinds = [kind for kind in kinds if only in (kind.name, kind.group)]
-    if not seconds > 0:
-        raise InputError(f"a time limit of {seconds} seconds", hint="a number above 0")
-    found = _opened(thing, list(overrides))
+    with as_ours():
+        kinds = kinds_of(only, quick=quick, seconds=seconds)
+        found = _opened(thing, list(overrides))
     title = name or (thing if isinstance(thing, str) else "")
     if isinstance(found, Setup):
         if list(overrides):
             raise InputError("overrides are for tasks of ours", hint="change the set-up itself")
         setup = replace(found, name=found.name or title)
-        with _as_it_was(setup.model):
-            return _examined(Patient(setup), kinds, seconds)
+        with as_ours(), as_it_was(setup.model):
+            return Diagnosis(examined(Patient(setup), kinds, seconds), setup.name)
     parts = assemble(planned_run(found, _on_torch(found, list(overrides))), device=device)
     engine = cast(TorchEngine, parts.engine)
-    with _as_it_was(engine.model):
+    with as_it_was(engine.model):
         own = OwnRun(engine, parts.task, engine.train, name=title or parts.task.name)
-        return _examined(own, kinds, seconds)
+        with verifying(sum(q.numel() for q in own.model.parameters())):
+            return Diagnosis(examined(own, kinds, seconds), own.setup.name)
 
 
 def _on_torch(what: "str | RunSpec | PlannedRun", overrides: list[str]) -> list[str]:
     """Return overrides that examine a run of the NumPy engine by its twin in torch."""
     return [text for text in overrides if not text.startswith("engine=")] + ["engine=torch"]
-
-
-def _examined(p: Patient, kinds: Iterable[Kind], seconds: float) -> Diagnosis:
-    begin = time.perf_counter()
-    p.deadline = begin + seconds
-    findings = []
-    with verifying(sum(q.numel() for q in p.model.parameters())):
-        for kind in kinds:
-            started = time.perf_counter()
-            if started > p.deadline:
-                findings.append(Finding(kind.name, kind.group, "not offered", p.out_of_time()))
-                continue
-            s = examine(kind, p)
-            spent = time.perf_counter() - started
-            findings.append(Finding(kind.name, kind.group, s.verdict, s.evidence, s.fix, spent))
-    return Diagnosis(tuple(findings), p.setup.name)
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back the model and every random generator: torch's, NumPy's and Python's."""
-    drawn, numbers = random.getstate(), np.random.get_state()
-    try:
-        with untouched(model):
-            yield
-    finally:
-        random.setstate(drawn)
-        np.random.set_state(numbers)
 
 
 # --- what is examined -----------------------------------------------------------------------------
@@ -298,14 +246,5 @@ def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec | Pla
             made = named(thing)
             if isinstance(made, type) and issubclass(made, Task):
                 return thing
-            if callable(made) and not isinstance(made, nn.Module):
-                try:
-                    made = made()
-                except Exception as error:  # a stranger's factory may raise anything
-                    raise InputError(
-                        f"the factory raised {short(error)}",
-                        where=thing,
-                        hint="it is called without arguments and returns a set-up",
-                    ) from error
-            return setup_of(made, name=thing)
+            return setup_of(made_by(made, where=thing), name=thing)
     return setup_of(thing)

@@ -7,8 +7,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from glassformer.checks.measure import seeded
-from glassformer.checks.subject import Subject, subject_of_model
+from glasscheck.measure import seeded
+from glasscheck.subject import Subject
+from glassformer.checks.subject import subject_of_model
 from glassformer.models.model import build
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.spec import presets

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.checks.measure import EXACT, TOLERANCE, Measure, Pair, draw, gap, parity, seeded
+from glasscheck.measure import EXACT, TOLERANCE, Measure, Pair, draw, gap, parity, seeded
 from glassformer.checks.preset_subjects import perturb
 from glassformer.checks.rows.layers import attention_pairs
 from glassformer.checks.rows.parts import turn_by_hand

@@ -19,9 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassformer.adapters.executors import make_slots
-from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.measure import (
+from glasscheck.measure import (
     EXACT,
     TOLERANCE,
     Measure,
@@ -30,8 +28,11 @@ from glassformer.checks.measure import (
     relative_gap,
     scale_of,
 )
-from glassformer.checks.rows.invariants import tokens_of
-from glassformer.checks.subject import Subject, with_source
+from glasscheck.rows.invariants import tokens_of
+from glasscheck.subject import Subject
+from glassformer.adapters.executors import make_slots
+from glassformer.byhand.model import Model as HandModel
+from glassformer.checks.subject import with_source
 from glassformer.generation.beam import Hypothesis, beam_search
 from glassformer.generation.choosing import uniform
 from glassformer.generation.native import stepper as native

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.measure import Measure, Pair, draw, parity, seeded
+from glasscheck.measure import Measure, Pair, draw, parity, seeded
 from glassformer.checks.preset_subjects import perturb
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, build

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glasscheck.measure import Measure, NotOffered, seeded
+from glasscheck.rows.invariants import tokens_of
+from glasscheck.subject import Subject
 from glassformer.byhand import optim
 from glassformer.byhand.gradient_check import FLOOR as FLAT
 from glassformer.byhand.gradient_check import slope_along
 from glassformer.byhand.inputs import Inputs as HandInputs
 from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.measure import Measure, NotOffered, seeded
-from glassformer.checks.rows.invariants import tokens_of
 from glassformer.checks.rows.own_models import shortened, size_with
-from glassformer.checks.subject import Subject, with_source
+from glassformer.checks.subject import with_source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.models.weights import weights_of

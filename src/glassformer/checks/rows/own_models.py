@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassformer.checks.measure import (
+from glasscheck.measure import (
     EXACT,
     TOLERANCE,
     Measure,
@@ -28,8 +28,9 @@ from glassformer.checks.measure import (
     relative_gap,
     seeded,
 )
-from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
-from glassformer.checks.subject import Subject, size_of, with_source
+from glasscheck.rows.invariants import LENGTH, tokens_of, tolerance_of
+from glasscheck.subject import Subject
+from glassformer.checks.subject import size_of, with_source
 from glassformer.data.batch import Batch, Source
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Model, build

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.measure import (
+from glasscheck.measure import (
     TOLERANCE,
     Measure,
     NotOffered,
@@ -25,9 +25,10 @@ from glassformer.checks.measure import (
     parity,
     seeded,
 )
+from glasscheck.rows.invariants import LENGTH, tokens_of
+from glasscheck.subject import Subject
 from glassformer.checks.preset_subjects import perturb
-from glassformer.checks.rows.invariants import LENGTH, tokens_of
-from glassformer.checks.subject import Subject, with_source
+from glassformer.checks.subject import with_source
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.embedding import FactorizedTokenEmbedding
 from glassformer.nn.experts import BalanceAt, BalanceLosses, MixtureOfExperts

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from glassformer.checks.measure import TOLERANCE, Measure, NotOffered
+from glasscheck.measure import TOLERANCE, Measure, NotOffered
 from glassformer.checks.rows.own_models import preset_run, uneven_batch
 from glassformer.models.model import build
 from glassformer.spec.manifest import stored

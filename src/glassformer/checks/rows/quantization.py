@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from glassformer.checks.measure import (
+from glasscheck.measure import (
     EXACT,
     TOLERANCE,
     Measure,
@@ -22,8 +22,9 @@ from glassformer.checks.measure import (
     relative_gap,
     seeded,
 )
-from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
-from glassformer.checks.subject import Subject, with_source
+from glasscheck.rows.invariants import LENGTH, tokens_of, tolerance_of
+from glasscheck.subject import Subject
+from glassformer.checks.subject import with_source
 from glassformer.models.model import Model
 from glassformer.quant.backends.choose import BACKENDS, FLOAT, ROUNDING, why_not
 from glassformer.quant.backends.routines import float_product, reference_product
@@ -49,7 +50,7 @@ NEIGHBOURS = 16
 
 
 def _plain(subject: Subject) -> Model:
-    model = subject.ours()
+    model: Model = subject.ours()
     if next(model.parameters()).device.type != "cpu":
         raise NotOffered("quantization is examined on the CPU")
     return model

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glasscheck.measure import Measure, NotOffered
+from glasscheck.subject import Subject
 from glassformer.byhand.c_table import C
 from glassformer.byhand.model import Model as Arrays
-from glassformer.checks.measure import Measure, NotOffered
 from glassformer.checks.rows.own_models import shortened, size_with
-from glassformer.checks.subject import Subject
 from glassformer.data.batch import Batch, Source
 from glassformer.models.model import Model, build
 from glassformer.models.weights import load_weights, weights_of

@@ -9,7 +9,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 #: Digits of a token id.
 LONGEST_ID = 12
+#: Tokens of one short piece again and again that are a text that repeats itself.
+REPEATED = 16
 
 
 @takes(DecodeSpec, BeamSpec, ConstraintSpec, StepSpec, into="options")
@@ -336,6 +338,17 @@ def _stream(
         tell("(nothing: the model predicted the end at once; --min-new 5 asks for more)")
     elif not one.text.strip() and not as_json:
         tell(f"(only white space, {len(one.tokens)} tokens; --temperature 0.8 would sample others)")
+    elif not as_json and spec.temperature == 0 and repeats(one.tokens):
+        tell("(it repeats itself, as greedy decoding of a young model does; --temperature 0.8?)")
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """True where the second half of some tokens, or more, is one short piece again and again."""
+    half = len(tokens) // 2
+    return half >= REPEATED and any(
+        all(tokens[i] == tokens[i - period] for i in range(len(tokens) - half, len(tokens)))
+        for period in range(1, REPEATED // 2 + 1)
+    )
 
 
 # --- glass chat -----------------------------------------------------------------------------------

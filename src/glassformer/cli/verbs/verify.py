@@ -145,7 +145,7 @@ def _certificate(
 
 def _older_of(against: str | None) -> dict[str, Any] | None:
     """Read an older certificate; None where there is none to compare with."""
-    from glassformer.checks.measure import short
+    from glasscheck.measure import short
 
     if against is None:
         return None

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassformer.checks.foreign import LENGTHS, Foreign, config_of, inner, number
-from glassformer.checks.measure import Gaps, Measure, NotOffered, scale_of, short
-from glassformer.checks.rows.foreign_calls import under
-from glassformer.checks.rows.invariants import (
+from glasscheck.foreign import LENGTHS, Foreign, config_of, inner, number
+from glasscheck.measure import Gaps, Measure, NotOffered, scale_of, short
+from glasscheck.rows.foreign_calls import under
+from glasscheck.rows.invariants import (
     LENGTH,
     _padded,
     padding_left,
     tokens_of,
     tolerance_of,
 )
-from glassformer.checks.subject import Subject
+from glasscheck.subject import Subject
 
 # B batch, T length, V vocab
 

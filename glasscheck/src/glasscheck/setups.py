@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.foreign import MASK_ARGUMENTS, TOKEN_ARGUMENTS
-from glassformer.data.batch import Batch
-from glassformer.spec.errors import InputError
+from glasscheck.errors import InputError
+from glasscheck.foreign import MASK_ARGUMENTS, TOKEN_ARGUMENTS
 
 # B batch, T length
 
@@ -74,7 +73,7 @@ def setup_of(thing: object, *, name: str = "") -> Setup:
         raise InputError(
             f"a {type(thing).__name__} is no training set-up",
             where=name,
-            hint="return a module, a dict with `model`, or glassformer.checks.setups.Setup",
+            hint="return a module, a dict with `model`, or glasscheck.Setup",
         )
     return Setup(**{"name": name, **found})
 
@@ -146,6 +145,11 @@ def mapped(thing: Any, change: Callable[[Any], Any]) -> Any:
             return {key: mapped(value, change) for key, value in thing.items()}
         case tuple() | list():
             return type(thing)(mapped(value, change) for value in thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        changed = {
+            f.name: mapped(getattr(thing, f.name), change) for f in dataclasses.fields(thing)
+        }
+        return dataclasses.replace(thing, **changed)
     return change(thing)
 
 
@@ -158,21 +162,6 @@ def cut(batch: Any, rows: int) -> Any:
         is_array = isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0 and len(x) == count
         return x[:rows] if is_array else x
 
-    if isinstance(batch, Batch):
-        source = batch.source
-        return dataclasses.replace(
-            batch,
-            tokens=first(batch.tokens),
-            valid=first(batch.valid),
-            targets={head: first(t) for head, t in batch.targets.items()},
-            weights=first(batch.weights),
-            segments=first(batch.segments),
-            source=None
-            if source is None
-            else dataclasses.replace(
-                source, tokens=first(source.tokens), valid=first(source.valid)
-            ),
-        )
     return mapped(batch, first)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.foreign import Foreign, inner, training
-from glassformer.checks.measure import (
+from glasscheck.foreign import Foreign, inner, training
+from glasscheck.measure import (
     UNITS,
     Gaps,
     Measure,
@@ -25,8 +25,8 @@ from glassformer.checks.measure import (
     scale_of,
     short,
 )
-from glassformer.checks.rows.invariants import LENGTH, _lengths, _padded, tokens_of, tolerance_of
-from glassformer.checks.subject import Subject
+from glasscheck.rows.invariants import LENGTH, _lengths, _padded, tokens_of, tolerance_of
+from glasscheck.subject import Subject
 
 # B batch, T length, S source length, D width, V vocab
 

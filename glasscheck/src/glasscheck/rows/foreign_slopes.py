@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from glassformer.checks.measure import MASKED, Measure, NotOffered, seeded, short
-from glassformer.checks.rows.invariants import LENGTH, tokens_of
-from glassformer.checks.subject import Subject
+from glasscheck.measure import MASKED, Measure, NotOffered, seeded, short
+from glasscheck.rows.invariants import LENGTH, tokens_of
+from glasscheck.subject import Subject
 
 #: More kinds of weights than this are moved together, two or more at a time.
 KINDS = 12

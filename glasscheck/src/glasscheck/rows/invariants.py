@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.foreign import (
+from glasscheck.foreign import (
     Foreign,
     counting_real_tokens,
     position_tables,
     seed_what_is_unseeded,
     training,
 )
-from glassformer.checks.measure import (
+from glasscheck.measure import (
     EXACT,
     TOLERANCE,
     Gaps,
@@ -29,8 +29,7 @@ from glassformer.checks.measure import (
     relative_gap,
     seeded,
 )
-from glassformer.checks.subject import Subject
-from glassformer.spec.manifest import manifest
+from glasscheck.subject import Subject
 
 # B batch, T length
 
@@ -457,11 +456,8 @@ def _unchosen(subject: Subject, names: list[str]) -> set[str]:
 
     Whatever such a weight is, the logits keep their bits.
     """
-    if subject.model is None:
-        return set()
-    routed = {each.name for each in manifest(subject.model.spec) if each.expert is not None}
     tokens, found = tokens_of(subject, 5, min(23, subject.max_length), seed=68), set()
-    for name in (name for name in names if name in routed):
+    for name in (name for name in names if name in subject.routed):
         parameter = (subject.parameters or {})[name]
         kept, before = parameter.detach().clone(), subject.logits(tokens, None)
         try:

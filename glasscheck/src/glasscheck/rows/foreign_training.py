@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glassformer.checks.foreign import Foreign, has_replaced_forward, inner, training
-from glassformer.checks.measure import (
+from glasscheck.foreign import Foreign, has_replaced_forward, inner, training
+from glasscheck.measure import (
     UNITS,
     Gaps,
     Measure,
@@ -28,8 +28,8 @@ from glassformer.checks.measure import (
     nudged,
     short,
 )
-from glassformer.checks.rows.invariants import LENGTH, tokens_of, tolerance_of
-from glassformer.checks.subject import Subject
+from glasscheck.rows.invariants import LENGTH, tokens_of, tolerance_of
+from glasscheck.subject import Subject
 
 # B batch, T length, V vocab
 

@@ -8,7 +8,6 @@ they are, not as its arguments are named.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import math
 import time
@@ -17,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from glassformer.checks.foreign import LENGTHS, MASK_ARGUMENTS, config_of, device_of, number
-from glassformer.checks.measure import NotOffered
-from glassformer.checks.setups import (
+from glasscheck.foreign import LENGTHS, MASK_ARGUMENTS, config_of, device_of, number
+from glasscheck.measure import NotOffered
+from glasscheck.setups import (
     IGNORED,
     TOKEN_KEYS,
     Setup,
@@ -38,15 +36,6 @@ from glassformer.checks.setups import (
     mapped,
     mask_in,
 )
-from glassformer.data.batch import Batch
-from glassformer.data.rng import Sampler
-from glassformer.data.task import Task
-from glassformer.models.model import Model
-from glassformer.spec.train import TrainSpec
-from glassformer.training.engine import loss_weights, totals
-from glassformer.training.losses import head_loss
-from glassformer.training.recorded import precision
-from glassformer.training.torch_engine import TorchEngine
 
 # B batch, T length, V classes
 
@@ -495,145 +484,6 @@ class Patient:
                     group.update(before)
             for p in self.model.parameters():
                 p.grad = None
-
-
-class OwnRun(Patient):
-    """A run of ours: the task's batches, the model of its spec, the engine's optimizers."""
-
-    ours = True
-
-    def __init__(self, engine: TorchEngine, task: Task, train: TrainSpec, *, name: str) -> None:
-        self.task, self.train_spec, self.engine = task, train, engine
-        super().__init__(Setup(model=engine.model, name=name, clip=train.clip))
-        self.optimizers = [optimizer for optimizer, _ in engine.optimizers]
-        self.base = [
-            train.lr * share
-            for optimizer, share in engine.optimizers
-            for _ in optimizer.param_groups
-        ]
-        self.tokenizer, self.accumulate, self.steps = task.tokenizer, train.accumulate, train.steps
-        size = task.sizes()["train"]
-        sampler = Sampler(
-            size, batch_size=train.batch_size, seed=train.seed, lengths=task.lengths("train")
-        )
-        count = max(BATCHES, 2 * min(train.accumulate, 8))
-        self.batches = [task.batch("train", sampler.rows(step)) for step in range(count)]
-        rows = np.arange(min(task.sizes().get("val", 0), 64))
-        self.val_batches = [task.batch("val", rows)] if len(rows) else []
-        self.floor = self._oracle_floor(sampler.rows(0))
-        self.knows_truth = task.oracle("train", sampler.rows(0)) is not None
-
-    def _oracle_floor(self, rows: Any) -> float | None:
-        oracle, batch = self.task.oracle("train", rows), self.task.batch("train", rows)
-        heads = self.engine.spec.head_names()
-        if oracle is None or len(heads) > 1:
-            return None
-        weights = loss_weights(batch, heads[0])
-        if oracle.entropy.shape != weights.shape or not weights.sum():
-            return None
-        return float((oracle.entropy * weights).sum() / weights.sum())
-
-    @property
-    def classes(self) -> int:
-        """The vocabulary of the spec."""
-        return self.engine.spec.vocab_size
-
-    @property
-    def context(self) -> int | None:
-        """The longest input of the spec."""
-        return self.engine.spec.max_seq_len
-
-    def special(self, name: str) -> int | None:
-        """Return a special id of the task's tokenizer."""
-        found: int | None = getattr(self.task.tokenizer, name, None)
-        return found
-
-    def rates(self, count: int) -> list[float]:
-        """Return the rates of the run's schedule."""
-        return [self.train_spec.learning_rate(step) for step in range(count)]
-
-    def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch, as the engine differentiates it."""
-        return self.loss_of_step([batch])
-
-    def loss_of_step(self, batches: Sequence[Any]) -> Tensor:
-        """Return the loss of a step: every token weighs the same."""
-        model, spec = self.engine.model, self.engine.spec
-        counts = totals(batches, spec)
-        total = model.penalty()
-        for batch in batches:
-            inputs = model.inputs(batch)
-            with precision(self.train_spec, self.device):
-                hidden = model.hidden(inputs)
-                for head, count in counts.items():
-                    sums = head_loss(
-                        model, hidden, head,
-                        torch.as_tensor(batch.targets[head], device=self.device).long(),
-                        torch.as_tensor(loss_weights(batch, head), device=self.device),
-                        valid_BT=inputs.valid_BT, label_smoothing=self.train_spec.label_smoothing,
-                    )  # fmt: skip
-                    share = self.train_spec.head_weight(head) / (count or 1.0)
-                    total = total + share * sums.smoothed
-        return total
-
-    def logits(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Call:
-        """Return the logits of the first head, its tokens changed if requested."""
-        assert isinstance(batch, Batch)
-        model = cast(Model, self.model).eval()
-        tokens = torch.as_tensor(batch.tokens)
-        if change is not None:
-            tokens = change(tokens)
-            batch = dataclasses.replace(batch, tokens=tokens.numpy())
-        with torch.no_grad(), precision(self.train_spec, self.device):
-            logits = next(iter(model(batch).values()))
-        return Call(tokens=tokens, valid=torch.as_tensor(batch.valid), logits=logits.float().cpu())
-
-    def read(self, batch: Any) -> list[View]:
-        """Return the targets and weights of each head: those of the batch."""
-        assert isinstance(batch, Batch)
-        self.model.eval()
-        with torch.no_grad(), precision(self.train_spec, self.device):
-            answers = cast(Model, self.model)(batch)
-        found = []
-        for head, logits in answers.items():
-            if head not in batch.targets:
-                continue
-            weights = torch.as_tensor(loss_weights(batch, head))
-            targets = torch.as_tensor(batch.targets[head]).long()
-            flat, share = logits.float().cpu(), weights / weights.sum().clamp(min=1e-30)
-            known = torch.where(weights > 0, targets, 0)
-            nll = -flat.log_softmax(-1).gather(-1, known[..., None])[..., 0]
-            view = View(
-                head=head,
-                tokens=torch.as_tensor(batch.tokens),
-                valid=torch.as_tensor(batch.valid),
-                targets=known,
-                weights=share,
-                logits=flat,
-                loss=float((nll * share).sum()),
-            )
-            found.append(view)
-        return found
-
-    def rows(self, split: str) -> Rows:
-        """Return the examples of a split as data."""
-        found, size = Rows(), self.task.sizes().get(split, 0)
-        for begin in range(0, min(size, EXAMPLES), 500):
-            batch = self.task.batch(split, np.arange(begin, min(begin + 500, size, EXAMPLES)))
-            side = batch if batch.source is None else batch.source
-            head = next(iter(batch.targets))
-            weights, targets = loss_weights(batch, head), batch.targets[head]
-            for i in range(len(batch.tokens)):
-                row = tuple(int(t) for t in side.tokens[i][side.valid[i]])
-                found.longest = max(found.longest, len(row))
-                if batch.source is not None:
-                    row += tuple(int(t) for t in batch.tokens[i][batch.valid[i]])
-                if head == "next" and batch.source is None and weights[i].any():
-                    row += (int(targets[i][weights[i] > 0][-1]),)  # the input ends before it
-                found.tokens.append(row)
-                found.answers.append(int(targets[i]) if targets.ndim == 1 else None)
-                found.counted.append(int((weights[i] > 0).sum()) if targets.ndim == 2 else None)
-        return found
 
 
 def _last_target(tokens_T: Tensor, labels_T: Tensor) -> int | None:

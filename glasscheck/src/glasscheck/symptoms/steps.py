@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glassformer.checks.measure import NotOffered
-from glassformer.checks.patients import Patient, View
-from glassformer.checks.setups import Symptom, cut, listed, mistake, passed, warning
+from glasscheck.measure import NotOffered
+from glasscheck.patients import Patient, View
+from glasscheck.setups import Symptom, cut, listed, mistake, passed, warning
 
 # B batch, T length, V classes
 

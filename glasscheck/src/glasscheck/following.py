@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.causes import Computed, gap_of, has_weights, layouts
-from glassformer.checks.measure import seeded
-from glassformer.checks.subject import Subject
+from glasscheck.causes import Computed, gap_of, has_weights, layouts
+from glasscheck.measure import seeded
+from glasscheck.subject import Subject
 
 # B batch, T length, N heads, H d_head
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glassformer.checks.foreign import looks_fresh
-from glassformer.checks.measure import NotOffered, seeded
-from glassformer.checks.patients import Call, Patient, Rows, View
-from glassformer.checks.setups import Symptom, cut, ids_in, mistake, passed, shown
+from glasscheck.foreign import looks_fresh
+from glasscheck.measure import NotOffered, seeded
+from glasscheck.patients import Call, Patient, Rows, View
+from glasscheck.setups import Symptom, cut, ids_in, mistake, passed, shown
 
 # B batch, T length, V classes
 

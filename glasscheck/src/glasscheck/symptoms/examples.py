@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from glassformer.checks.foreign import config_of
-from glassformer.checks.measure import NotOffered
-from glassformer.checks.patients import Patient
-from glassformer.checks.setups import (
+from glasscheck.foreign import config_of
+from glasscheck.measure import NotOffered
+from glasscheck.patients import Patient
+from glasscheck.setups import (
     IGNORED,
     Symptom,
     ids_in,

@@ -19,12 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from glassformer.checks.measure import NotOffered, relative_gap, seeded, short
-from glassformer.spec.errors import InputError
+from glasscheck.errors import InputError
+from glasscheck.measure import NotOffered, relative_gap, seeded, short
 
 # B batch, T length, S source length, V vocab
 
@@ -402,15 +402,26 @@ class Foreign:
             again = inner(self.fresh())
         else:
             again = built_again(plain) or erased(plain)
-        with TemporaryDirectory() as place:
-            file, state = Path(place) / "state.safetensors", plain.state_dict()
-            tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
-            save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, file)
-            loaded = {**state, **load_file(file)}
-            if set(again.state_dict()) != set(state) or _hooks(again) != _hooks(plain):
-                again = erased(plain)  # parts were added after it was built
-            as_precise(again, plain).load_state_dict(loaded)
+        state = plain.state_dict()
+        tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
+        if set(again.state_dict()) != set(state) or _hooks(again) != _hooks(plain):
+            again = erased(plain)  # parts were added after it was built
+        as_precise(again, plain).load_state_dict({**state, **_through_a_file(tensors)})
         return self.twin(again.to(device=next(plain.parameters()).device))
+
+
+def _through_a_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as they are read from a file to which their bytes were written."""
+    with TemporaryDirectory() as place:
+        file = Path(place) / "state.npz"
+        held = [t.detach().cpu().contiguous().flatten() for t in tensors.values()]
+        np.savez(file, *[t.view(torch.uint8).numpy() for t in held])
+        with np.load(file, allow_pickle=False) as kept:
+            read = [torch.from_numpy(kept[f"arr_{i}"]) for i in range(len(held))]
+    return {
+        name: raw.view(t.dtype).reshape(t.shape)
+        for (name, t), raw in zip(tensors.items(), read, strict=True)
+    }
 
 
 def _hooks(module: nn.Module) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassformer.checks.measure import NotOffered
-from glassformer.checks.patients import Patient
-from glassformer.checks.setups import Symptom, ids_in, listed, mistake, passed
+from glasscheck.measure import NotOffered
+from glasscheck.patients import Patient
+from glasscheck.setups import Symptom, ids_in, listed, mistake, passed
 
 # B batch, T length, V classes
 

@@ -1,0 +1,1 @@
+"""The rows of a certificate: each is a claim about a module, and how it is measured."""
