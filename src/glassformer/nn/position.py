@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.data.own_code import open_part, running
 from glassformer.kernels import tables, train_kernels
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
-from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
+from glassformer.spec.own import OwnParameter, OwnPosition
 from glassformer.spec.position import alibi_slopes, relative_buckets
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
