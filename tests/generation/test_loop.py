@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from glassformer.generation.fast.native_stepper import NativeStepper
 
 from glassformer.data.tokenizers.vocab import Characters
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import decode
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.prompts import Prompts
