@@ -331,6 +331,46 @@ def test_a_damaged_folder_is_refused_in_the_words_of_load(how, said, tmp_path):
     assert said in words[0][1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("checkpoint", how) for how in ("a byte", "cut off", "no weights", "another config")),
+        *(("Hugging Face folder", how) for how in ("a byte", "cut off", "no weights", "a pickle")),
+        *(("GGUF file", how) for how in ("a byte", "cut off")),
+    ],
+)
+def test_both_refuse_what_is_damaged_in_the_same_words(kind, how, tmp_path):
+    """Each format, with and without torch."""
+    match kind:
+        case "checkpoint":
+            folder = Path(gf.save(gf.build("core", seed=1), tmp_path / "m"))
+        case "Hugging Face folder":
+            folder = folder_of("qwen2 tied", tmp_path)
+        case _:
+            folder = write_foreign("qwen2 tied", tmp_path / "m.gguf")
+    weights = folder if kind == "GGUF file" else folder / "model.safetensors"
+    config = folder / ("spec.json" if kind == "checkpoint" else "config.json")
+    match how:
+        case "a byte":
+            data = bytearray(weights.read_bytes())
+            data[9] ^= 1
+            weights.write_bytes(data)
+        case "cut off":
+            weights.write_bytes(weights.read_bytes()[:-9])
+        case "no weights":
+            weights.unlink()
+        case "a pickle":
+            weights.rename(folder / "pytorch_model.bin")
+        case "another config":
+            config.write_text("{}")
+    words = []
+    for opened in (load, open_stepper):
+        with pytest.raises(FileError) as caught:
+            opened(folder)
+        words.append((caught.value.what, caught.value.where, caught.value.hint))
+    assert words[0] == words[1]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

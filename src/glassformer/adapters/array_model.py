@@ -2,33 +2,30 @@
 
 `open_stepper` opens what the native step runs: decoders and encoder-decoders in GGUF files,
 checkpoints of ours and Hugging Face folders, in float32 or bfloat16, and what `glass quantize`
-wrote in integers that the C routines multiply. It reads the same files by the same code as `load`
-does, and refuses the same; it returns None for what only `load` opens: LoRA, other schemes, weights
-of other precisions, parts that are torch modules.
+wrote in integers that the C routines multiply. What is on disk is recognised, checked and
+refused in `opening`, for `load` too. It returns None for what only `load` opens: LoRA, other
+schemes, weights of other precisions, parts that are torch modules.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import assert_never
 
-import numpy as np
-
-from glassformer.adapters.config import Config
-from glassformer.adapters.families.known import family_of
-from glassformer.adapters.folder.origin import is_native, read_spec
 from glassformer.adapters.folder.paths import folder_of
-from glassformer.adapters.folder.weights import (
-    FileWeights,
-    Weights,
-    compared,
-    folder_files,
-    raise_other_head,
-    widest,
+from glassformer.adapters.folder.weights import Weights, compared, widest
+from glassformer.adapters.opening import (
+    Checkpoint,
+    GGUFFile,
+    HuggingFaceFolder,
+    LoRAFolder,
+    QuantizedFolder,
+    check_copies,
+    on_disk,
+    parameters,
 )
-from glassformer.adapters.gguf.header import is_gguf
-from glassformer.adapters.gguf.tensors import GGUFWeights, plan_of, read_family
-from glassformer.adapters.table import Entry, Interleaved, Plan, Rows, identity_plan
+from glassformer.adapters.table import Entry, Interleaved, Plan, Rows
 from glassformer.generation.native.arrays import ArrayStepper
 from glassformer.generation.native.lowering import ArraySource, Matrix, as_floats, unknown_part
 from glassformer.generation.turns import Turns
@@ -44,15 +41,9 @@ from glassformer.spec.quantization import layer_of, logit_layers, targets
 from glassformer.store.checkpoint import (
     WEIGHTS,
     describe_quantized,
-    is_quantized,
     load_quantized,
-    verify_folder,
-    verify_sums,
 )
 from glassformer.store.tensors import BFLOAT16, DTYPES, read_header
-
-#: A checkpoint of LoRA factors has this file (`folder.lora`).
-TUNING = "tuning.json"
 
 #: Return a matrix of a file as it is packed, or None.
 Packed = Callable[[str], PackedMatrix | None]
@@ -87,36 +78,31 @@ def open_arrays(
     folder: Path, *, unpacks: bool = True
 ) -> tuple[ModelSpec, dict[str, Matrix]] | None:
     """Return a model's spec and its parameters by the manifest's names, or None."""
-    weights: Weights
+    found = on_disk(folder, large_pages=unpacks)
     packed: Packed | None = None
-    if is_gguf(folder):
-        weights = file = GGUFWeights(folder, large_pages=unpacks)
-        spec = read_family(folder, file)[1]
-        plan = plan_of(file, spec)
-        packed = None if unpacks else file.read_packed
-    elif is_native(folder):
-        if (folder / TUNING).is_file():
+    match found:
+        case LoRAFolder():
             return None
-        if is_quantized(folder):
+        case QuantizedFolder():
             return open_quantized(folder)
-        spec = read_spec(folder)
-        if not _runs(spec):
+        case GGUFFile():
+            spec, plan = found.spec, found.plan
+            packed = None if unpacks else found.weights.read_packed
+        case Checkpoint():
+            spec, plan = found.spec, found.plan
+        case HuggingFaceFolder(family=None):
             return None
-        verify_folder(folder)
-        plan = identity_plan(spec)
-        weights = FileWeights({WEIGHTS: folder / WEIGHTS}, where=str(folder))
-    else:
-        config = Config.of_folder(folder)
-        family = family_of(config)
-        if family is None or config.data.get("quantization_config"):
-            return None
-        spec = family.spec_of(config)
-        if not _runs(spec):
-            return None
-        verify_sums(folder)
-        plan = family.plan(spec)
-        weights = FileWeights(folder_files(folder), where=str(folder))
-    arrays = read_arrays(plan, weights, packed=packed) if _runs(spec) else None
+        case HuggingFaceFolder(family=family):
+            assert family is not None
+            if found.config.data.get("quantization_config"):
+                return None
+            spec = family.spec_of(found.config)
+            plan = family.plan(spec)
+        case _ as unreachable:
+            assert_never(unreachable)
+    if not _runs(spec):
+        return None
+    arrays = read_arrays(plan, found.weights, packed=packed)
     return None if arrays is None else (spec, arrays)
 
 
@@ -185,16 +171,9 @@ def read_arrays(
             rows = entry.split(matrix.data)
             arrays |= {ours: replace(matrix, data=data) for ours, data in rows.items()}
             continue
-        stored = weights.read(name, again=used[name] != target or entry.copies)
-        for ours, part in entry.split(stored).items():
+        for ours, part in parameters(plan, weights, name, changes=used[name] != target):
             arrays[ours] = part if used[name] == target else as_floats(part)
-    for name in report.tied:
-        entry = plan.entries[plan.tied[plan.full_name(name)]]
-        copies = entry.split(weights.read(name, again=True))
-        owners = entry.split(weights.read(_file_name(plan, report.loaded, entry), again=True))
-        same = (np.array_equal(as_floats(copies[n]), as_floats(owners[n])) for n in entry.ours)
-        if not all(same):
-            raise_other_head(name, entry.theirs, where=weights.where)
+    check_copies(plan, weights, report)
     return arrays
 
 
@@ -203,8 +182,3 @@ def _by_rows(entry: Entry) -> bool:
     return isinstance(entry.layout, Rows | Interleaved) and all(
         name.endswith(".weight") for name in entry.ours
     )
-
-
-def _file_name(plan: Plan, loaded: Sequence[str], entry: Entry) -> str:
-    """Return the name that a file has for an entry."""
-    return next(name for name in loaded if plan.entries[plan.full_name(name)] is entry)

@@ -1,7 +1,7 @@
 """Open, build and save models: `load` reads any known format, `build` makes new ones.
 
-The contents of a folder decide its format: `FORMATS` lists the formats in the order in which
-they are recognised, each with its opener. `load_model` returns our bare model, without the adapter.
+What is on disk is recognised, checked and read by `opening`; here a torch model is filled from it.
+`load_model` returns our bare model, without the adapter.
 
 `load(folder, backend="transformers")` lets that library compute (`adapters.wrapped`), also what no
 adapter of ours reads; `adapt` wraps a module that is already in memory.
@@ -9,10 +9,9 @@ adapter of ours reads; `adapt` wraps a module that is already in memory.
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import nn
@@ -22,20 +21,25 @@ from glassformer.adapters.config import Config
 from glassformer.adapters.folder.fill import filled
 from glassformer.adapters.folder.lora import read_tuning, tuned
 from glassformer.adapters.folder.origin import (
-    is_native,
     origin_of,
     read_origin,
     read_spec,
 )
 from glassformer.adapters.folder.paths import folder_of
-from glassformer.adapters.folder.scaled import folder_weights
-from glassformer.adapters.folder.weights import FileWeights
+from glassformer.adapters.folder.scaled import scaled_weights
 from glassformer.adapters.gguf.header import is_gguf
 from glassformer.adapters.gguf.load import open_gguf
-from glassformer.adapters.gguf.tensors import read_gguf_spec
 from glassformer.adapters.native import CustomTransformerAdapter, NativeAdapter, TrainingConfig
+from glassformer.adapters.opening import (
+    Checkpoint,
+    GGUFFile,
+    HuggingFaceFolder,
+    LoRAFolder,
+    OnDisk,
+    QuantizedFolder,
+    on_disk,
+)
 from glassformer.adapters.registry import adapter_for, adapter_named, reader_of_own
-from glassformer.adapters.table import identity_plan
 from glassformer.adapters.wrapped import open_with_transformers, open_wrapped, wrapped
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
@@ -50,10 +54,7 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.serialize import override
 from glassformer.store.checkpoint import (
-    WEIGHTS,
-    is_quantized,
     load_quantized,
-    verify_folder,
     verify_sums,
 )
 from glassformer.store.rundir import RunRef
@@ -113,7 +114,7 @@ def load(
     """
     one_of("backend", backend, ("native", "transformers"))
     settings = config or TrainingConfig()
-    how = Opening(settings, dtype or settings.dtype, device, reference, large_pages)
+    how = Opening(settings, dtype or settings.dtype, device, reference)
     own = reader_of_own(settings.architecture_type)
     if own is not None:
         return _opened_by(own, Path(model_id), how)
@@ -131,7 +132,7 @@ def load(
             verify_sums(folder)
             adapter = open_wrapped(folder, dtype=how.dtype, device=device)
         else:
-            adapter = format_of(folder).open(folder, how)
+            adapter = opened(on_disk(folder, large_pages=large_pages), how)
     wanted = settings.architecture_type
     if wanted is not None and adapter.get_architecture_type() != wanted:
         adapter_named(wanted)
@@ -174,15 +175,18 @@ def load_model(path: str | Path) -> Model:
 
 def read_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
     """Return the spec of a model on disk, and its format in words; no weights are read."""
-    folder = folder_of(path)
-    if is_gguf(folder):
-        return read_gguf_spec(folder), f"a GGUF file of {folder.stat().st_size:,} bytes"
-    if is_native(folder):
-        return read_spec(folder), f"a {format_of(folder).name} of ours"
-    verify_sums(folder, weights=False)
-    config = Config.of_folder(folder)
-    _, family = adapter_for(config)
-    return family.spec_of(config), f"a Hugging Face folder ({config.data.get('model_type')})"
+    found = on_disk(folder_of(path))
+    match found:
+        case GGUFFile():
+            return found.spec, f"a GGUF file of {found.path.stat().st_size:,} bytes"
+        case LoRAFolder() | QuantizedFolder() | Checkpoint():
+            return read_spec(found.path), f"a {found.name} of ours"
+        case HuggingFaceFolder():
+            _, family = adapter_for(found.config)
+            kind = found.config.data.get("model_type")
+            return family.spec_of(found.config), f"a Hugging Face folder ({kind})"
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 #: Anything that computes: a module of ours or of transformers, or a by-hand model.
@@ -224,33 +228,29 @@ def save(model: AnyModel, path: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Settings for opening a model: a training's, precision, device, a reference, and memory."""
+    """Settings for opening a model: a training's, precision, device, a reference."""
 
     settings: TrainingConfig
     dtype: torch.dtype | None
     device: str
     reference: bool
-    large_pages: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format on disk: how it is recognised, and the function that opens it."""
-
-    name: str
-    recognised: Callable[[Path], bool]
-    open: Callable[[Path, Opening], NativeAdapter]
-
-
-def open_gguf_file(path: Path, how: Opening) -> NativeAdapter:
-    """Open a GGUF file."""
-    return open_gguf(
-        path,
-        how.settings,
-        dtype=how.dtype,
-        device=how.device,
-        large_pages=how.large_pages,
-    )
+def opened(found: OnDisk, how: Opening) -> NativeAdapter:
+    """Fill a torch model from what is on disk."""
+    match found:
+        case GGUFFile():
+            return open_gguf(found, how.settings, dtype=how.dtype, device=how.device)
+        case LoRAFolder():
+            return open_lora(found.path, how)
+        case QuantizedFolder():
+            return open_quantized(found.path, how)
+        case Checkpoint():
+            return open_native(found, how)
+        case HuggingFaceFolder():
+            return open_huggingface(found, how)
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
 def open_lora(folder: Path, how: Opening) -> NativeAdapter:
@@ -295,13 +295,12 @@ def open_quantized(folder: Path, how: Opening) -> NativeAdapter:
     )
 
 
-def open_native(folder: Path, how: Opening) -> NativeAdapter:
+def open_native(found: Checkpoint, how: Opening) -> NativeAdapter:
     """Open a checkpoint of ours; the adapter is that of the model that it was imported from."""
+    folder, weights = found.path, found.weights
     origin, kind, config = _origin(folder)
-    verify_folder(folder)
-    spec = how.settings.adjusted(read_spec(folder))
-    weights = FileWeights({WEIGHTS: folder / WEIGHTS}, where=str(folder))
-    model, report = filled(spec, identity_plan(spec), weights, dtype=how.dtype, device=how.device)
+    spec = how.settings.adjusted(found.spec)
+    model, report = filled(spec, found.plan, weights, dtype=how.dtype, device=how.device)
     return kind(
         model,
         config=config,
@@ -312,16 +311,14 @@ def open_native(folder: Path, how: Opening) -> NativeAdapter:
     )
 
 
-def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
+def open_huggingface(found: HuggingFaceFolder, how: Opening) -> NativeAdapter:
     """Open a Hugging Face folder: config to spec, weights to our parameters."""
-    verify_sums(folder)
-    config = Config.of_folder(folder)
-    kind, family = adapter_for(config)
+    folder, config = found.path, found.config
+    kind, family = adapter_for(config)  # one that was registered may read it
     spec = how.settings.adjusted(family.spec_of(config))
     quantization = config.data.pop("quantization_config", None)
-    weights = folder_weights(folder, quantization=quantization)
-    plan = family.plan(spec)
-    model, report = filled(spec, plan, weights, dtype=how.dtype, device=how.device)
+    weights = scaled_weights(found.files, quantization, where=str(folder))
+    model, report = filled(spec, family.plan(spec), weights, dtype=how.dtype, device=how.device)
     kept = read_origin(folder, weights.files)
     if quantization:  # what is held and written from here on is plain
         kept["config.json"] = (json.dumps(config.data, indent=2) + "\n").encode()
@@ -332,26 +329,6 @@ def open_huggingface(folder: Path, how: Opening) -> NativeAdapter:
         kept=kept,
         report=replace(report, notes=weights.notes),
         reference=_reference(folder, how),
-    )
-
-
-#: Formats in the order in which they are tried; LoRA and quantized checkpoints are native too.
-FORMATS = (
-    Format("GGUF file", is_gguf, open_gguf_file),
-    Format("LoRA", lambda f: is_native(f) and read_tuning(f) is not None, open_lora),
-    Format("quantized", lambda f: is_native(f) and is_quantized(f), open_quantized),
-    Format("checkpoint", is_native, open_native),
-    Format("Hugging Face folder", Path.is_dir, open_huggingface),
-)
-
-
-def format_of(folder: Path) -> Format:
-    """Return the format of a folder or file."""
-    for known in FORMATS:
-        if known.recognised(folder):
-            return known
-    raise FileError(
-        "not a model", where=str(folder), hint=", ".join(known.name for known in FORMATS)
     )
 
 

@@ -10,9 +10,9 @@ from glassformer.adapters.folder.weights import (
     ConversionReport,
     Weights,
     compared,
-    raise_other_head,
     widest,
 )
+from glassformer.adapters.opening import check_copies, parameters
 from glassformer.adapters.table import Array, Plan, Shape
 from glassformer.models.model import Model, build
 from glassformer.models.weights import numpy_dtype, numpy_view, tensor_view, torch_dtype
@@ -68,9 +68,11 @@ def filled(
     make_tables(model, device)
     for name in report.loaded:
         changes = torch_dtype(used[name]) != target or device != "cpu"
-        _set(model, plan, weights, name, target=target, device=device, changes=changes)
-    for name in report.tied:
-        _check_copy(model, plan, weights, name)
+        for ours, part in parameters(plan, weights, name, changes=changes):
+            owner, _, leaf = ours.rpartition(".")
+            value = tensor_view(part).to(device=device, dtype=target)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+    check_copies(plan, weights, report)
     return model.eval(), report
 
 
@@ -80,38 +82,7 @@ def refill(model: Model, plan: Plan, weights: Weights) -> ConversionReport:
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name in report.loaded:
-            parts = plan.entries[plan.full_name(name)].split(weights.read(name, again=True))
-            for ours, tensor in parts.items():
+            for ours, tensor in parameters(plan, weights, name, changes=True):
                 own[ours].copy_(tensor_view(tensor))
-    for name in report.tied:
-        _check_copy(model, plan, weights, name)
+    check_copies(plan, weights, report)
     return report
-
-
-def _set(
-    model: Model,
-    plan: Plan,
-    weights: Weights,
-    name: str,
-    *,
-    target: torch.dtype,
-    device: str,
-    changes: bool,
-) -> None:
-    entry = plan.entries[plan.full_name(name)]
-    # Converted tensors are copied; closing the map afterwards frees the pages that were read.
-    stored = weights.read(name, again=changes or entry.copies)
-    for ours, part in entry.split(stored).items():
-        owner, _, leaf = ours.rpartition(".")
-        value = tensor_view(part).to(device=device, dtype=target)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-
-
-def _check_copy(model: Model, plan: Plan, weights: Weights, name: str) -> None:
-    """Require that a tied tensor which the file holds twice has the same values."""
-    entry = plan.entries[plan.tied[plan.full_name(name)]]
-    own = dict(model.named_parameters())
-    copies = entry.split(weights.read(name, again=True))
-    same = (torch.equal(tensor_view(copies[ours]).to(own[ours]), own[ours]) for ours in entry.ours)
-    if not all(same):
-        raise_other_head(name, entry.theirs, where=weights.where)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from glassformer.adapters.counterpart import counterpart
 from glassformer.adapters.folder.files import SIDECAR_LIMIT, read_object
+from glassformer.adapters.opening import FACTORS, TUNING
 from glassformer.adapters.table import Rows
 from glassformer.models.model import Model
 from glassformer.models.weights import dtype_of, load_weights, weights_hash, weights_of
@@ -30,7 +31,7 @@ from glassformer.spec.train import LoRA, Tuning, lora_manifest, lora_targets
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.tensors import explain_difference, is_finite, read_tensors, tensor_bytes
 
-CONFIG, TENSORS, TUNING = "adapter_config.json", "adapter_model.safetensors", "tuning.json"
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -101,7 +102,7 @@ def peft_files(spec: ModelSpec, lora: LoRA, arrays: Arrays, *, base: str = "") -
     }
     return {
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
-        TENSORS: tensor_bytes(made),
+        FACTORS: tensor_bytes(made),
     }
 
 
@@ -122,7 +123,7 @@ def _peft_targets(spec: ModelSpec, lora: LoRA, theirs: Mapping[str, str]) -> lis
 def read_peft(folder: Path, spec: ModelSpec) -> tuple[LoRA, dict[str, NDArray[Any]]]:
     """Read the adapter of a folder for a model of this spec: settings, factors by our names."""
     where = str(folder)
-    for name in (CONFIG, TENSORS):
+    for name in (CONFIG, FACTORS):
         if not (folder / name).is_file():
             raise FileError(f"no {name}, so this is no adapter", where=where)
     config = read_object(folder / CONFIG, limit=SIDECAR_LIMIT)
@@ -141,7 +142,7 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[LoRA, dict[str, NDArray[An
             )
     ours = {theirs: name for name, theirs in module_names(spec).items()}
     arrays: dict[str, NDArray[Any]] = {}
-    for name, array in read_tensors(folder / TENSORS).items():
+    for name, array in read_tensors(folder / FACTORS).items():
         projection, _, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
         if not name.startswith(PREFIX) or projection not in ours:
             raise FileError(
@@ -193,7 +194,7 @@ def load_adapter(model: Model, folder: str | Path) -> LoRA:
 def read_tuning(folder: Path) -> Tuning | None:
     """Read how a checkpoint was tuned, if it holds LoRA factors; None for a complete model."""
     path = folder / TUNING
-    if not path.is_file() or not (folder / TENSORS).is_file():
+    if not path.is_file() or not (folder / FACTORS).is_file():
         return None
     verify_folder(folder)
     try:

@@ -146,13 +146,18 @@ def folder_weights(folder: Path, *, quantization: Mapping[str, Any] | None = Non
 
     `quantization` is the config's entry of that name: how weights of few bits are to be read.
     """
-    files = folder_files(folder)
+    return scaled_weights(folder_files(folder), quantization, where=str(folder))
+
+
+def scaled_weights(
+    files: Mapping[str, Path], quantization: Mapping[str, Any] | None, *, where: str
+) -> FileWeights:
+    """Open these files as `folder_weights` does."""
     if not quantization:
-        return FileWeights(files, where=str(folder))
+        return FileWeights(files, where=where)
     if not isinstance(quantization, dict):
-        raise FileError("quantization_config is not a table", where=str(folder))
-    block = quantized_block(quantization, where=str(folder))
-    return ScaledWeights(files, where=str(folder), block=block)
+        raise FileError("quantization_config is not a table", where=where)
+    return ScaledWeights(files, where=where, block=quantized_block(quantization, where=where))
 
 
 def quantized_block(quantization: Mapping[str, Any], *, where: str) -> tuple[int, int] | None:

@@ -6,7 +6,6 @@ Packing tensors is the `gguf` library's, an optional dependency.
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from torch import Tensor
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.fill import filled
 from glassformer.adapters.gguf.hf_files import kept_files, why_no_tokenizer
-from glassformer.adapters.gguf.tensors import GGUFWeights, Kind, library, plan_of, read_family
+from glassformer.adapters.gguf.tensors import Kind, library
 from glassformer.adapters.native import NativeAdapter, TrainingConfig
+from glassformer.adapters.opening import GGUFFile
 from glassformer.adapters.registry import adapter_for
 from glassformer.spec.errors import InputError
 
@@ -109,19 +109,12 @@ def _steps_and_lows(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArra
 
 
 def open_gguf(
-    path: Path,
-    settings: TrainingConfig,
-    *,
-    dtype: torch.dtype | None,
-    device: str,
-    large_pages: bool = True,
+    found: GGUFFile, settings: TrainingConfig, *, dtype: torch.dtype | None, device: str
 ) -> NativeAdapter:
     """Open the model of a file; the report notes what was unpacked or could not be read."""
-    weights = GGUFWeights(path, large_pages=large_pages)
-    head = weights.head
-    family, spec = read_family(path, weights)
-    plan = plan_of(weights, spec)
-    model, report = filled(settings.adjusted(spec), plan, weights, dtype=dtype, device=device)
+    weights, (family, spec) = found.weights, found.read
+    head, adjusted = weights.head, settings.adjusted(spec)
+    model, report = filled(adjusted, found.plan, weights, dtype=dtype, device=device)
     kept = kept_files(head)
     stored = str(next(model.parameters()).dtype).removeprefix("torch.")
     ends = json.loads(kept.get("generation_config.json", b"{}")).get("eos_token_id", [None])
@@ -137,7 +130,7 @@ def open_gguf(
     return adapter(
         model,
         config=config,
-        origin=path,
+        origin=found.path,
         kept=kept,
         report=replace(report, notes=tuple(notes)),
     )

@@ -212,11 +212,6 @@ class GGUFWeights:
         return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=before)
 
 
-def read_gguf_spec(path: Path) -> ModelSpec:
-    """Return the spec of a file's model, from its header alone."""
-    return read_family(path, GGUFWeights(path))[1]
-
-
 def read_family(path: Path, weights: GGUFWeights) -> tuple[Family, ModelSpec]:
     """Return the family that computes a file's model, and its spec."""
     embedding = weights.shapes.get("token_embd.weight")

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from glassformer.adapters.folder.lora import TUNING, check_base, peft_files, read_peft, read_tuning
+from glassformer.adapters.folder.lora import check_base, peft_files, read_peft, read_tuning
+from glassformer.adapters.opening import TUNING
 from glassformer.byhand.c_table import C
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
