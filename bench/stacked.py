@@ -33,7 +33,7 @@ from glassformer.spec.serialize import override
 from glassformer.spec.train import RunSpec
 from glassformer.training.fit import StepRecord
 from glassformer.training.stacked import StackedEngine
-from glassformer.training.stacked_batches import Joint
+from glassformer.training.stacked_batches import Work, rows_of
 from glassformer.training.torch_engine import TorchEngine
 
 SEEDS, GPU_SEEDS = 8, 64
@@ -145,7 +145,9 @@ def _bare_step(specs: list[RunSpec], steps: int) -> float:
         Sampler(task.sizes()["train"], batch_size=size, seed=seed) for seed in range(len(specs))
     ]
     rows = torch.cat([torch.from_numpy(sampler.rows(0)) for sampler in samplers]).numpy()
-    work = Joint([task.batch("train", rows)], [1e-4] * len(specs), engine.slots)
+    batch = task.batch("train", rows)
+    parts = [rows_of(batch, i * size, (i + 1) * size) for i in range(len(specs))]
+    work = {i: Work([part], 1e-4, 0) for i, part in enumerate(parts)}
     for _ in range(WARM):
         engine.submit(work)()
     (graph,) = engine.steps.launcher.graphs.values()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STEP = "a training step = plain torch, its update the formula"
+STEP = "a native training step = plain torch, its update the formula"
 ARRAYS = "a native training step = plain torch, its update the formula"
 NATIVE = "native step = plain step"
 COMPANY = "served in company = alone, bit for bit"

@@ -72,9 +72,9 @@ FAULTS = (
     Fault("mask sign turned", mutate(BIAS, Call("where"), to="{func}({args[0]}, {args[2]}, {args[1]})"), EXPLICIT),
     Fault("softmax over queries", mutate(ATTEND, Keyword("dim"), to="-2"), EXPLICIT),
     Fault("weights of empty rows shown", mutate(ATTEND, If("empty"), to="False"), ROWS, "core"),
-    Fault("fused path ignores the mask", mutate("nn.attention:_attend_fused", Keyword("attn_mask"), part="body", to="None"), FUSED),
+    Fault("fused path ignores the mask", mutate("nn.operations:attention", Keyword("attn_mask"), part="body", to="None"), FUSED),
     Fault("empty rows not erased", mutate("nn.attention:attend", Choice(), part="orelse", to="out_BNTH"), EMPTY),
-    Fault("group order", mutate("nn.attention:per_query_head", Choice(), part="orelse", to="kv_BKSH.repeat(1, {args[0]}, 1, 1)"), "grouped heads = one head at a time"),
+    Fault("group order", mutate("nn.operations:per_query_head", Choice(), part="orelse", to="kv_BKSH.repeat(1, {args[0]}, 1, 1)"), "grouped heads = one head at a time"),
     Fault("heads split across", mutate("nn.attention:split_heads", Return(), to="x_BTD.unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)"), MULTI_HEAD),
     Fault("norm after rotation", mutate("nn.attention:MultiHeadAttention.__init__", Assign("norm_last"), to="True"), "q/k-norm, then rotation = by hand"),
     # masks
@@ -86,7 +86,7 @@ FAULTS = (
     # positions
     Fault("positions count PAD", mutate("nn.position:positions_of", Binary("-"), to="torch.arange(valid_BS.shape[1]).expand(valid_BS.shape)"), PAD_LEFT, "core"),
     Fault("positions start anew with a cache", mutate("nn.position:positions_of", Return(), to="{func}(0, length)"), CACHED, "core"),
-    Fault("rotary interleaved", mutate("nn.position:rotate", Call("chunk"), to="(x_BNTH[..., ::2], x_BNTH[..., 1::2])"), ROTARY),
+    Fault("rotary interleaved", mutate("nn.operations:rotate", Call("chunk"), to="(x_BNTH[..., ::2], x_BNTH[..., 1::2])"), ROTARY),
     Fault("slopes halved beyond a power of two", mutate("spec.position:alibi_slopes", Assign("between"), to="{func}(2, 1 + {args[1]}, 2)"), ALIBI),
     Fault("read scores without their bias", mutate(ATTEND, If("bias"), to="False"), READ, "alibi-lm"),
     Fault("derived step without its bias", mutate("gpu.derived_step:FastAttention.heads", If("slopes_N"), to="False"), STEPS, "alibi-lm"),
@@ -95,9 +95,9 @@ FAULTS = (
     # norms, feed-forward, blocks
     Fault("LayerNorm eps 1e-6 for 1e-5", mutate("nn.norm:build_norm", Name("eps"), to="1e-06"), "LayerNorm = nn.LayerNorm"),
     Fault("RMSNorm takes the mean off", mutate("nn.norm:RMSNorm.forward", Call("mean"), to="wide.var(-1, keepdim=True, correction=0)"), "RMSNorm = nn.RMSNorm"),
-    Fault("SwiGLU gates the wrong half", mutate("nn.ffn:SwiGLU.forward", Binary("*"), to="gate_BTF * activate({right}, self.activation)"), "feed-forward = formula"),
+    Fault("SwiGLU gates the wrong half", mutate("nn.ffn:SwiGLU.forward", Call("gate"), to="{func}(up_BTF, gate_BTF, self.activation)"), "feed-forward = formula"),
     Fault("gain without its 1", mutate("nn.norm:RMSNorm.forward", Binary("+", nth=2), to="{right}"), HAND, "gemma"),
-    Fault("norm on the wrong side", mutate(FORWARD, Binary("+", nth=4), to="self.attn_norm(x + attend(x))"), ENCODER),
+    Fault("norm on the wrong side", mutate(FORWARD, Binary("+"), to="self.attn_norm(x + attend(x))"), ENCODER),
     Fault("norms exchanged", mutate(FORWARD, Call("cross_norm"), to="self.ffn_norm(x)"), DECODER),
     Fault("K and V from the decoder", mutate(FORWARD, Call("cross"), arg="context_BSD", to="x"), "cross-attention reads the encoder in every layer", "seq2seq"),
     Fault("feed-forward detached", mutate(FORWARD, Call("ffn", nth=1), to="{it}.detach()"), GRADIENTS, "core"),
@@ -120,8 +120,9 @@ FAULTS = (
     Fault("balance loss has no slope", mutate("nn.experts:balance_loss", Return(), to="E * {right}.detach()"), "by hand: every gradient = autograd's", "moe"),
     Fault("at most eight tokens an expert", mutate("nn.experts:MixtureOfExperts._experts_of", Call("expert"), to="torch.nn.functional.pad({func}(x[:8]), (0, 0, 0, max(0, len(x) - 8)))"), "no token is dropped"),
     # models trained as one
-    Fault("mixed-up seeds", mutate("training.stacked_step:StackedSteps.submit_all", For("seed"), to="reversed({it})"), TOGETHER),
-    Fault("one model's NaN stops the others", mutate("training.stacked_step:StackedSteps._update", Name("applied_M"), to="{it}.all()"), TOGETHER),
+    Fault("gradients are not clipped", mutate("training.torch_engine:TorchEngine.apply", If("clip"), to="False"), "a training step = plain torch, its update the formula", "core"),
+    Fault("mixed-up seeds", mutate("training.stacked_step:StackedSteps.submit_all", Call("manual_seed"), arg=0, to="every[0].seed"), TOGETHER),
+    Fault("one model's NaN stops the others", mutate("training.stacked_step:StackedSteps._update", Call("isfinite"), to="{it}.all()"), TOGETHER),
     # dropout, init, files, taps
     Fault("dropout in eval", mutate("nn.block:TransformerBlock.drop", Call("dropout"), to="nn.functional.dropout({args[0]}, {func}.p)"), DETERMINISM, "seq2seq"),
     Fault("no residual dropout", mutate("nn.block:TransformerBlock.drop", Call("dropout"), to="{args[0]}"), DROPOUT, "core"),

@@ -174,7 +174,7 @@ class Joined(nn.Module):
     def forward(self, tokens):
         from glassformer.nn.attention import attend, join_heads, split_heads
         from glassformer.nn.mask import Mask
-        from glassformer.nn.position import rotate
+        from glassformer.nn.operations import rotate
 
         x = self.table(tokens)
         turns = next(iter(self.rotary.values())).at(slice(0, tokens.shape[1]))

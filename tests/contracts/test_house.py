@@ -60,9 +60,8 @@ OUTSIDE = {
 ONLY_WITH = {
     "glassformer.gpu.triton_choose": "triton",
     "glassformer.gpu.triton_decode": "triton",
-    "glassformer.kernels.triton_loss": "triton",
-    "glassformer.kernels.triton_norm": "triton",
-    "glassformer.kernels.triton_step": "triton",
+    "glassformer.gpu.triton_loss": "triton",
+    "glassformer.gpu.triton_step": "triton",
 }
 WITHOUT_TORCH = ("spec", "budget", "costs", "data", "store", "byhand")
 #: What of kernels the by-hand table in C is made with.
@@ -389,7 +388,8 @@ ONE_IMPORTER = {
     "kernels.grids": "the door to grids.c: kernels holds what is compiled, quant what it computes",
     "gpu.cuda_attend": "another language than its importer's; it has a source file of its own",
     "gpu.triton_decode": "imported by name where there is a GPU: it needs Triton",
-    "kernels.triton_loss": "imported where there is a GPU: it needs Triton",
+    "gpu.triton_loss": "imported where there is a GPU: it needs Triton",
+    "gpu.triton_step": "imported where there is a GPU: it needs Triton",
     "adapters.array_model": "opens a model without torch; load, beside it, is the door with torch",
     "adapters.folder.hub": "the only module that may download",
     "byhand.cached_forward": "the by-hand decoding step; generation's only door to byhand",

@@ -395,8 +395,8 @@ def test_the_likeliest_tokens_of_a_head(rows, shape, dtype, extra):
 @pytest.mark.parametrize(("n_heads", "n_kv_heads", "width"), [(8, 8, 32), (12, 4, 18), (3, 1, 64)])
 def test_heads_of_one_product_are_cut_apart_and_rotated(n_heads, n_kv_heads, width, by_row, dtype):
     """Forward and backward against the plain rotation in float64, from other layouts too."""
-    from glassformer.kernels.triton_step import turned_heads
-    from glassformer.nn.position import rotate
+    from glassformer.gpu.triton_step import turned_heads
+    from glassformer.nn.operations import rotate
 
     B, T, heads = 3, 37, n_heads + 2 * n_kv_heads
     joined = draw(B, T, heads * width, dtype=dtype).requires_grad_()
@@ -420,46 +420,20 @@ def test_heads_of_one_product_are_cut_apart_and_rotated(n_heads, n_kv_heads, wid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 688, 1021])
 def test_the_gated_unit_of_one_product(width, dtype):
-    from glassformer.kernels.triton_step import gated
+    """Gate and up as slices of one product, as they come, and as arrays of their own."""
+    from glassformer.gpu.triton_step import gated
 
-    wide = draw(5, 7, 2 * width, dtype=dtype).requires_grad_()
-    exact = wide.detach().double().requires_grad_()
-    shown, wanted = gated(wide), F.silu(exact[..., :width]) * exact[..., width:]
-    grad = draw(5, 7, width, seed=1, dtype=dtype)
-    (back,) = torch.autograd.grad(shown, wide, grad)
-    (right,) = torch.autograd.grad(wanted, exact, grad.double())
-    limit = 1e-6 if dtype == torch.float32 else 1e-2
-    for ours, theirs in ((shown, wanted), (back, right)):
-        assert (ours - theirs).norm() <= limit * theirs.norm()
-
-
-@pytest.mark.parametrize("half", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["rms", "layer", "biased"])
-@pytest.mark.parametrize("shape", [(3, 5, 17), (7, 401, 96), (2, 13, 5003)])
-def test_a_sum_and_its_norm(shape, kind, half):
-    """Values and gradients against autograd in float64; then the same in half precision."""
-    from glassformer.kernels.triton_norm import sum_and_norm
-
-    dtype, D = half or torch.float32, shape[-1]
-    given = [draw(*shape) + 0.5, draw(*shape, seed=1, dtype=dtype), draw(D, seed=2)]
-    given += [draw(D, seed=3)] if kind == "biased" else []
-    given = [one.requires_grad_() for one in given]
-    x, added, gain, *bias = exact = [one.detach().double().requires_grad_() for one in given]
-    total = x + added
-    centred = total if kind == "rms" else total - total.mean(-1, keepdim=True)
-    rate = (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    normed = centred * rate * gain + (bias[0] if bias else 0.0)
-    bias = given[3] if kind == "biased" else None
-    shown = sum_and_norm(*given[:3], bias, 1e-6, kind != "rms", dtype)
-    grads = draw(*shape, seed=4), draw(*shape, seed=5, dtype=dtype)
-    ours = torch.autograd.grad(shown[:2], given, grads)
-    theirs = torch.autograd.grad((total, normed), exact, [one.double() for one in grads])
-    limits = [1e-6, 1e-6 if half is None else 4e-3] + [2e-6] * 3
-    assert (shown[0] - total).norm() <= 1e-6 * total.norm()
-    assert (shown[1] - normed).norm() <= limits[1] * normed.norm()
-    for one, other, limit in zip(ours, theirs, limits, strict=False):
-        assert one.shape == other.shape and (one - other).norm() <= limit * other.norm()
-    assert ours[1].dtype == dtype and torch.equal(ours[1], ours[0].to(dtype))
+    wide = draw(5, 7, 2 * width, dtype=dtype)
+    for gate, up in (wide.split(width, -1), (x.contiguous() for x in wide.split(width, -1))):
+        given = [x.detach().requires_grad_() for x in (gate, up)]
+        exact = [x.detach().double().requires_grad_() for x in given]
+        shown, wanted = gated(*given), F.silu(exact[0]) * exact[1]
+        grad = draw(5, 7, width, seed=1, dtype=dtype)
+        back = torch.autograd.grad(shown, given, grad)
+        right = torch.autograd.grad(wanted, exact, grad.double())
+        limit = 1e-6 if dtype == torch.float32 else 1e-2
+        for ours, theirs in zip((shown, *back), (wanted, *right), strict=True):
+            assert (ours - theirs).norm() <= limit * theirs.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -467,7 +441,7 @@ def test_a_sum_and_its_norm(shape, kind, half):
 @pytest.mark.parametrize("shape", [(3, 7, 5), (13, 1024), (2, 301, 1031)])
 def test_gelu_of_a_sum_with_a_bias(shape, biased, dtype):
     """Values and gradients against torch in float64."""
-    from glassformer.kernels.triton_norm import biased_gelu
+    from glassformer.gpu.triton_step import biased_gelu
 
     wide = (3 * draw(*shape, dtype=dtype)).requires_grad_()
     bias = draw(shape[-1], seed=1).requires_grad_() if biased else None

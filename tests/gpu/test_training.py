@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from glassformer.data.build_task import build_task
+from glassformer.gpu.operations import gpu_operations
 from glassformer.gpu.training_graphs import Graphs
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
+from glassformer.nn.operations import loss_rows
 from glassformer.training import losses
 from glassformer.training.fit import fit
-from glassformer.training.losses import loss_and_gradient
 from glassformer.training.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -58,11 +59,15 @@ def test_the_recorded_step_is_the_plain_step(case):
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("name", ["lm-modern", "text", "parity", "reverse"])
 def test_the_compiled_step_is_the_plain_step(name, monkeypatch):
-    """The compiled kernels: heads cut apart and rotated, gates, norms after a sum, losses."""
+    """The compiled kernels: rotated heads, gates, GELU, losses."""
     monkeypatch.setattr(losses, "FUSED_PIECE", 1)
     run, task, (_, plain) = pair(name, "model.decoder.dropout=0", steps=12)
     compiled = TorchEngine.fresh(
-        run.model, replace(run.train, compile="on"), device="cuda", graphs=Graphs
+        run.model,
+        replace(run.train, compile="on"),
+        device="cuda",
+        operations=gpu_operations(),
+        graphs=Graphs,
     )
     for ours, theirs in zip(
         fit(compiled, task, run.train), fit(plain, task, run.train), strict=True
@@ -76,17 +81,15 @@ def test_the_compiled_step_is_the_plain_step(name, monkeypatch):
 @pytest.mark.parametrize("held", [True, False])
 def test_the_loss_kernel_is_the_formula(dtype, smoothing, held, monkeypatch):
     """Rows that one program holds, and those that it reads in pieces."""
-    from glassformer.kernels import triton_loss
+    from glassformer.gpu import triton_loss
 
     monkeypatch.setattr(triton_loss, "HELD", 16_384 if held else 0)
     torch.manual_seed(0)
     logits = (3 * torch.randn(37, 5120, device="cuda")).to(dtype)
     targets, weights = torch.randint(5003, (37,), device="cuda"), torch.rand(37, device="cuda")
     kind = {"classes": 5003, "smoothing": smoothing}
-    sums, gradient = loss_and_gradient(
-        logits.double().cpu(), targets.cpu(), weights.double().cpu(), **kind
-    )
-    ours, found = loss_and_gradient(logits.clone(), targets, weights, **kind)
+    sums, gradient = loss_rows(logits.double().cpu(), targets.cpu(), weights.double().cpu(), **kind)
+    ours, found = gpu_operations().loss_rows(logits.clone(), targets, weights, **kind)
     assert torch.allclose(ours.double().cpu(), sums, rtol=1e-5, atol=1e-5)
     assert torch.allclose(found.double().cpu(), gradient, rtol=1e-2, atol=1e-6)
     assert not found[:, 5003:].any()

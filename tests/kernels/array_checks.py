@@ -15,7 +15,6 @@ from torch import Tensor
 from glassformer.kernels import c_library, training
 from glassformer.kernels.threads import taking
 from glassformer.kernels.training import Array
-from tests.kernels.training_checks import SIZES
 
 # M rows, D width, B sequences, N query heads, K key-value heads, T queries, S keys, H d_head
 
@@ -23,6 +22,21 @@ from tests.kernels.training_checks import SIZES
 NEAR = 1e-5
 #: Rows and widths: one row, pieces of a norm's gradient, part of a vector and several.
 TABLES = ((1, 3), (67, 16), (131, 37), (7, 129))
+
+#: B, N, K, T, S, H: one block and several, heads of part of a vector, of one and of several.
+SIZES = (
+    (2, 3, 3, 5, 7, 11),
+    (1, 6, 2, 19, 19, 16),
+    (1, 2, 1, 131, 131, 33),
+    (2, 2, 1, 67, 139, 8),
+    (1, 1, 1, 2, 53, 67),
+)
+#: The worst seen was 2e-6, of attention over 131 keys.
+NEAR = 1e-5
+
+
+def single(*shape: int, seed: int = 0) -> Tensor:
+    return noise(*shape, seed=seed, dtype=torch.float32)
 
 
 def noise(*shape: int, seed: int) -> Array:

@@ -28,7 +28,6 @@ from glassformer.quant.schemes import (
 )
 from glassformer.spec.schemes import Int4, Int8, Scheme
 from tests.kernels.array_checks import ARRAY_CHECKS
-from tests.kernels.training_checks import TRAINING_CHECKS
 from tests.tiny import noise
 
 # B rows, I inputs, O outputs, G groups
@@ -395,25 +394,21 @@ def packed_numbers_are_the_librarys() -> None:
     assert c_library.library().glass_unpack(0, None, None, 0, 1) == -1
 
 
-CHECKS = (
-    {
-        check.__name__: check
-        for check in (
-            floats_are_torchs,
-            int8_is_the_reference,
-            refined_products_are_finer,
-            int4_is_the_reference,
-            int4_of_bytes_is_the_reference,
-            nothing_saturates,
-            rows_are_their_own,
-            threads_change_nothing,
-            activations_are_rounded_as_said,
-            products_stand_for_quotients,
-            packed_numbers_are_the_librarys,
-            grids_are_the_reference,
-            columns_make_up_for_errors,
-        )
-    }
-    | TRAINING_CHECKS
-    | ARRAY_CHECKS
-)
+CHECKS = {
+    check.__name__: check
+    for check in (
+        floats_are_torchs,
+        int8_is_the_reference,
+        refined_products_are_finer,
+        int4_is_the_reference,
+        int4_of_bytes_is_the_reference,
+        nothing_saturates,
+        rows_are_their_own,
+        threads_change_nothing,
+        activations_are_rounded_as_said,
+        products_stand_for_quotients,
+        packed_numbers_are_the_librarys,
+        grids_are_the_reference,
+        columns_make_up_for_errors,
+    )
+} | ARRAY_CHECKS

@@ -6,9 +6,10 @@ import torch
 
 from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.checks.subject import with_source
+from glassformer.gpu.operations import gpu_operations
 from glassformer.models.inputs import Inputs, packed_runs
 from glassformer.models.model import build
-from glassformer.nn.attention import PACKED, attend
+from glassformer.nn.attention import attend
 from glassformer.nn.cache import FixedCache
 from glassformer.nn.mask import build_mask, mask_from_allow
 from glassformer.nn.taps import Taps, TapsAt
@@ -103,8 +104,7 @@ def test_packed_attention_is_the_masked_one(causal, heads, groups, width, window
         runs_R=given[2],
         device=torch.device("cuda"),
     )
-    PACKED.load()
-    assert PACKED.call is not None, "this torch has the kernel of packed sequences"
+    table = gpu_operations()
     torch.manual_seed(0)
     shapes = ((rows, heads, length, width), *((rows, groups, length, width),) * 2)
     exact = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
@@ -112,7 +112,7 @@ def test_packed_attention_is_the_masked_one(causal, heads, groups, width, window
     found = []
     for dtype, used in ((torch.float32, mask), (torch.bfloat16, mask)):
         parts = [x.to(dtype).requires_grad_() for x in exact]
-        out = attend(*parts, mask=used)
+        out = attend(*parts, mask=used, operations=table)
         (out.float() * felt).sum().backward()
         found.append([out, *(x.grad for x in parts)])
     for plain, packed in zip(*found, strict=True):

@@ -16,8 +16,8 @@ from glassformer.nn.experts import (
     build_feed_forward,
     route,
 )
-from glassformer.nn.ffn import activate
 from glassformer.nn.lora import apply_lora
+from glassformer.nn.operations import activate
 from glassformer.nn.taps import Taps, TapsAt
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import count_active_parameters, count_parameters, ffn_parameters

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck
 
-from glassformer.nn.ffn import activate, build_ffn
+from glassformer.nn.ffn import build_ffn
+from glassformer.nn.operations import activate
 from glassformer.spec.model import MLP, Clamp, SwiGLU
 from tests.compare import assert_matches
 from tests.tiny import filled, noise

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from glassformer.gpu.operations import joined_product
 from glassformer.models.model import build
 from glassformer.models.weights import load_weights, weights_hash, weights_of
-from glassformer.nn import lora
 from glassformer.nn.linear import Linear
 from glassformer.nn.lora import (
     LoRALinear,
@@ -26,7 +26,7 @@ from glassformer.spec.model import NextHead
 from glassformer.spec.serialize import from_dict, to_dict
 from glassformer.spec.train import LoRA, Tuning, lora_manifest, lora_targets
 from tests.compare import assert_matches
-from tests.planting import Assign, Constant, Fault, mutate, planted
+from tests.planting import Call, Constant, Fault, mutate, planted
 from tests.tiny import built, filled, noise, tiny, token_ids
 
 QWEN = presets.qwen(
@@ -291,7 +291,7 @@ def test_on_no_device_nothing_is_drawn():
 
 FORWARD, MERGE = "nn.lora:LoRALinear.forward", "nn.lora:LoRALinear.merged"
 FAULTS = (
-    Fault("alpha / rank dropped", mutate(FORWARD, Assign("low"), to="{left}"), "formula"),
+    Fault("alpha / rank dropped", mutate(FORWARD, Call("corrected"), arg=5, to="1.0"), "formula"),
     Fault("base not frozen", mutate("nn.lora:apply_lora", Constant(False), drop=True), "frozen"),
 )
 CHECKS = {
@@ -315,7 +315,7 @@ def test_a_corrected_product_is_the_sum_of_two(bias):
     weight, factor, x, low = noise(7, 5), noise(7, 3), noise(2, 4, 5), noise(2, 4, 3)
     shift = noise(7) if bias else None
     trained = [part.requires_grad_() for part in (x, low, factor)]
-    one = lora.corrected(x, low, weight, factor, shift)
+    one = joined_product(x, low, weight, factor, shift)
     two = torch.nn.functional.linear(x, weight, shift) + low @ factor.T
     assert torch.allclose(one, two, rtol=0, atol=1e-12)
     grad = noise(2, 4, 7)
@@ -327,5 +327,5 @@ def test_a_corrected_product_is_the_sum_of_two(bias):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     weight.requires_grad_()
     assert torch.autograd.grad(
-        lora.corrected(x, low, weight, factor, shift), weight, grad, allow_unused=True
+        joined_product(x, low, weight, factor, shift), weight, grad, allow_unused=True
     ) == (None,)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from glassformer.nn.operations import rotate
 from glassformer.nn.position import (
     ALiBiPosition,
     LearnedPosition,
     RotaryPosition,
     SinusoidalPosition,
-    rotate,
     sinusoids,
 )
 from glassformer.spec.model import (

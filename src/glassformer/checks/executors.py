@@ -92,9 +92,9 @@ EXECUTORS = (
         },
     ),
     Executor(
-        name="training step in C",
-        default="glass train on a CPU",
-        code=("kernels.train_kernels", "kernels/train", "training.torch_engine"),
+        name="training step in torch",
+        default="glass train",
+        code=("training.torch_engine", "training.losses"),
         precision="float32",
         rows={
             "values": "a training step = plain torch, its update the formula",
@@ -223,7 +223,7 @@ EXECUTORS = (
         name="models trained as one",
         lacks=derived(stacked.RUNS),
         default="glass sweep of small models",
-        code=("training.stacked", "training.stacked_step", "nn.stacked"),
+        code=("training.stacked", "training.stacked_step"),
         precision="float32",
         rows={
             "values": "trained together = trained alone",

@@ -2,18 +2,16 @@
 
 Read off the program, in float32 and with fused attention. Each kind of operation says which of
 the values that it reads and writes its backward needs, and what it keeps besides; a value that
-several need is kept once. On a CPU that is what our C kernels keep, which a step uses wherever
-their library is built; plain torch keeps more, but for large heads, where it may keep less. On a
-GPU the fused kernel takes heads whose width is a multiple of four, and a key for every query head,
-so padding and repeated keys are counted there. A test compares the estimate with saved-tensor hooks
-(`bench.footprint`).
+several need is kept once. On a GPU the fused kernel takes heads whose width is a multiple of four,
+and a key for every query head, so padding and repeated keys are counted there. A test compares the
+estimate with saved-tensor hooks (`bench.footprint`).
 """
 
 from collections.abc import Iterator
 
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, KERNEL_CHUNK, KERNEL_PIECE, PIECE
+from glassformer.spec.execution import GPU_HEAD_BYTES, GROUP_ROWS, PIECE
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.position import RelativeBias
 from glassformer.spec.program import (
@@ -78,17 +76,10 @@ def activations(
     body = _Body(model, made, batch=batch, target=length, source=source, device=device).bytes()
     heads, passing = 0, 0
     for head, name in zip(model.heads, model.head_names(), strict=True):
-        loss = _Loss(made, name, batch * head.rows(length), model.d_model, by_kernels(device))
+        loss = _Loss(made, name, batch * head.rows(length), model.d_model)
         heads += sum(loss.kept())
         passing = max(passing, loss.passing())
     return Activations(body=body, heads=heads, passing=passing)
-
-
-def by_kernels(device: str) -> bool:
-    """True if a step in float32 computes its norms, gates, rotations, attention and losses by our C
-    kernels (`kernels.train_kernels`): on a CPU, where their library is assumed to be built.
-    """
-    return device == "cpu"
 
 
 class _Body:
@@ -98,7 +89,6 @@ class _Body:
         self, model: ModelSpec, made: Program, *, batch: int, target: int, source: int, device: str
     ) -> None:
         self.model, self.made, self.batch, self.device = model, made, batch, device
-        self.kernels = by_kernels(device)
         #: Rows of values, and the positions that they stand for.
         self.length = {"target": target, "source": source}
         self.rows = {name: batch * count for name, count in self.length.items()}
@@ -177,18 +167,15 @@ class _Body:
                 pass  # sums, and what stands in the heads
 
     def norm(self, norm: Norm, numbers: int) -> Iterator[int]:
-        """LayerNorm's two statistics, or RMSNorm's one.
-
-        The normalised input of an RMSNorm is kept too, unless it is computed by a kernel.
-        """
+        """LayerNorm's two statistics, or RMSNorm's one and its normalised input."""
         yield FLOAT * numbers // norm.over * (2 if norm.form == "layer" else 1)
-        if norm.form == "rms" and not self.kernels:
+        if norm.form == "rms":
             yield FLOAT * numbers
         if norm.offset:
             yield FLOAT * norm.over  # 1 + weight
 
     def gate(self, op: Op, gate: Gate, written: Value) -> Iterator[int]:
-        """What the gate opens, and the gate: opened, or before it if our kernel opens it again."""
+        """What the gate opens, the gate, and the gate opened."""
         numbers = FLOAT * self.numbers(written)
         if gate.function == "sigmoid":  # of one number for a row
             self.keep(op.reads[1])
@@ -198,7 +185,7 @@ class _Body:
         if gate.limit is not None:
             # The gate after its limit, the sigmoid, the opened gate, and u + 1.
             yield 4 * numbers
-        elif not (self.kernels and gate.function == "silu"):
+        else:
             yield numbers
 
     def route(self, route: Route, logits: Value) -> Iterator[int]:
@@ -212,8 +199,7 @@ class _Body:
             yield FLOAT * (chosen + rows)  # the probabilities that were chosen, and their sum
 
     def attend(self, op: Op, attend: Attend) -> Iterator[int]:
-        """Queries, keys, values, the output, and the log-sum-exp of each row, which our kernel
-        keeps as the maximum and the sum; it takes no bias.
+        """Queries, keys, values, the output, and the log-sum-exp of each row.
 
         Without a fused kernel: keys and values for every query head, and all weights, with the
         capped scores before them. No fused kernel caps scores or has a sink, and on a CPU none has
@@ -242,10 +228,6 @@ class _Body:
                     yield scores // (attend.heads * self.batch)
             return
         self.masks(op, attend, bias, out, length)
-        if self.kernels and bias is None:
-            self.keep(keys.name, values.name)
-            yield FLOAT * 2 * queries
-            return
         padded, heads = d_head, attend.kv_heads
         if self.device != "cpu":
             multiple = GPU_HEAD_BYTES // FLOAT
@@ -255,52 +237,53 @@ class _Body:
         else:
             yield FLOAT * 2 * padded * heads * self.rows[keys.rows]
         yield FLOAT * (2 * (padded - d_head) * queries + queries)
-        normed_heads = any(
-            isinstance(other.kind, Norm) and other.kind.over == d_head
+        layered = (d_head, "layer")
+        made_anew = any(  # in another layout than a product's
+            isinstance(other.kind, Rotate)
+            or (isinstance(other.kind, Norm) and (other.kind.over, other.kind.form) == layered)
             for other in self.made.ops
             if other.part == op.part
         )
-        if padded != d_head or (normed_heads and self.device == "cpu"):
+        if padded != d_head or (made_anew and self.device == "cpu"):
             yield FLOAT * d_head * queries  # the output is copied to the layout that is read next
 
     def masks(self, op: Op, attend: Attend, bias: Bias | None, out: Value, length: int) -> None:
         """What fused attention adds to the scores, a number for each, kept once by those alike.
 
-        A window's mask is kept in each layer, or by our kernel once, a byte for each score.
+        A window's mask is kept in each layer.
         """
         seen = (out.rows, attend.before, attend.after)
         if bias is not None:
             self.once["bias", *seen, attend.heads, out.width] = FLOAT * length**2 * attend.heads
         elif attend.before is not None and attend.before + 1 < length:
-            self.once[seen if self.kernels else op.memory] = length**2 * (
-                1 if self.kernels else FLOAT
-            )
+            self.once[op.memory] = length**2 * FLOAT
 
 
 class _Loss:
     """The loss of one head over `rows` hidden rows with a target.
 
     In chunks, the logits are not kept: only the gradients of the rows and of the head's parameters
-    or, where a chunk is computed again, rows, targets and weights. Our kernel writes the gradient
-    over the logits, chunk by chunk, where nothing but a product with a matrix, and a bias, turns
-    hidden rows into logits.
+    or, where a chunk is computed again, rows, targets and weights.
     """
 
-    def __init__(self, made: Program, name: str, rows: int, d_model: int, kernels: bool) -> None:
+    def __init__(self, made: Program, name: str, rows: int, d_model: int) -> None:
         parts = (f"heads.{name}", f"transforms.{name}")
-        self.ops = [op for op in made.ops if op.part in parts and not isinstance(op.kind, ReadOut)]
+        every = [op for op in made.ops if op.part in parts]
+        self.ops = [op for op in every if not isinstance(op.kind, ReadOut)]
+        self.picked = len(every) > len(self.ops)
         self.made, self.rows, self.d_model = made, rows, d_model
         self.logits = rows * made.values[made.outputs[name]].width
         self.products = [op for op in self.ops if isinstance(op.kind, Linear)]
         self.biased = bool(self.products) and len(self.products[-1].weights) > 1
         self.is_one_product = len(self.ops) == len(self.products) == 1
-        self.by_kernel = kernels and self.is_one_product and self.logits >= KERNEL_PIECE
 
     def kept(self) -> Iterator[int]:
         """Bytes of the hidden rows, their log-softmax, targets and weights."""
         yield FLOAT * self.rows * self.d_model
         yield self.rows  # the mask of rows with a target, a byte each
-        if self.logits > PIECE or self.by_kernel:
+        if self.picked:
+            yield 2 * LONG * self.rows  # the row and the position of each that is read
+        if self.logits > PIECE:
             if self.is_one_product:
                 yield FLOAT * self.logits // self.rows * (self.d_model + self.biased)
             else:
@@ -313,7 +296,5 @@ class _Loss:
             yield FLOAT * self.rows * self.made.values[op.reads[0]].width
 
     def passing(self) -> int:
-        """Bytes of a chunk of logits and its gradient, which our kernel writes over them."""
-        if self.by_kernel:  # with a bias, the sum is another chunk
-            return FLOAT * min(self.logits, KERNEL_CHUNK) * (1 + self.biased)
+        """Bytes of a chunk of logits and its gradient."""
         return 2 * FLOAT * min(self.logits, PIECE)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from glassformer.gpu.products import Gained, Product, joined, plain_rows
 from glassformer.nn.experts import MixtureOfExperts, route
-from glassformer.nn.ffn import MLP, SwiGLU, activate
+from glassformer.nn.ffn import MLP, SwiGLU
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import LayerNorm, RMSNorm
+from glassformer.nn.operations import activate
 from glassformer.spec.errors import InputError
 
 # B batch, I inputs, O outputs, F d_ff, N query heads, K key-value heads, X = N + K, H d_head

@@ -286,7 +286,7 @@ class FastBlock:
     """
 
     def __init__(self, part: TransformerBlock, block: spec.Block, make: Maker) -> None:
-        pre = part.pre
+        pre = part.placement == "pre"
         assert part.attn_norm is not None, "`lacks` refuses blocks without one"
         assert part.ffn_norm is not None, "`lacks` refuses blocks without one"
         self.attention = FastAttention(

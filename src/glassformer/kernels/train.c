@@ -2,9 +2,8 @@
    sequences, the loss, norms, activations and gates, rotary positions, sums with dropout, an
    embedding's gradient, clipping and AdamW.
 
-   training.py calls them on arrays, train_kernels.py makes them parts of torch's graph. Every item
-   of shared work is computed in an order of its own, so that the number of threads changes no
-   bit. */
+   training.py calls them on arrays. Every item of shared work is computed in an order of its own,
+   so that the number of threads changes no bit. */
 
 #include <math.h>
 #include <stdlib.h>

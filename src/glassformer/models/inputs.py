@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.nn.attention import PACKED
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 
@@ -36,10 +35,7 @@ def packed_runs(segments_BT: np.ndarray, valid_BT: np.ndarray) -> np.ndarray | N
 
     The size of the batch follows, again and again up to a power of two: batches of one shape have
     few numbers of runs. None where a segment is not one run, which no list of starts can express.
-    The kernel that reads them is loaded here, where nothing is compiled.
     """
-    if torch.cuda.is_available():
-        PACKED.load()
     begins_BT = np.ones(valid_BT.shape, dtype=np.bool_)
     changed = segments_BT[:, 1:] != segments_BT[:, :-1]
     begins_BT[:, 1:] = changed | (valid_BT[:, 1:] != valid_BT[:, :-1])

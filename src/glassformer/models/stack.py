@@ -24,7 +24,6 @@ from glassformer.nn.position import (
     heads_key,
     positions_of,
 )
-from glassformer.nn.residual import Pending, defers_sums
 from glassformer.nn.taps import Taps, TapsAt, tap, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
@@ -102,10 +101,8 @@ def _add_rotations(holder: StackParts, model: spec.ModelSpec, stack: spec.Stack)
     names: dict[tuple[spec.Rotary, int], str] = {}
     turns: list[str | None] = []
     for block in stack.blocks():
-        rotary, width = (
-            spec.rotary_of(block.attention, model.position),
-            block.attention.head_width(model.d_model),
-        )
+        rotary = spec.rotary_of(block.attention, model.position)
+        width = block.attention.head_width(model.d_model)
         if rotary is None:
             turns.append(None)
             continue
@@ -119,8 +116,6 @@ def _add_rotations(holder: StackParts, model: spec.ModelSpec, stack: spec.Stack)
 
 class Stack(StackParts):
     """One side of an encoder-decoder."""
-
-    blocks: nn.ModuleList
 
     def __init__(self, model: spec.ModelSpec, stack: spec.Stack, *, vocab_size: int) -> None:
         super().__init__()
@@ -163,16 +158,8 @@ def run_stack(
             )
         valid_BS = joined_valid(cache.valid_BS, past, valid_BT, T)
     places = positions_of(past, T, valid_BS, segments_BT)
-    masks = Masks(
-        T,
-        past + T,
-        valid_BS,
-        segments_BT,
-        tokens_BT.device,
-        alibi=parts.alibi,
-        relative=parts.relative,
-        runs_R=runs_R,
-    )
+    where = (T, past + T, valid_BS, segments_BT, tokens_BT.device)
+    masks = Masks(*where, alibi=parts.alibi, relative=parts.relative, runs_R=runs_R)
     mask_of_memory = memory_mask(T, memory_BSD, valid_BS, memory_valid_BS)
     rotations = {
         width: cast(RotaryPosition, rotary).at(places) for width, rotary in parts.rotary.items()
@@ -188,8 +175,6 @@ def run_stack(
         x_BTD = parts.embed_norm(x_BTD)
     x_BTD = parts.dropout(x_BTD)
     x_BTD = tap(at, "embed", x_BTD)
-    defer = not recompute and at is None and cache is None and defers_sums(x_BTD)
-    pending = Pending() if defer else None
     for layer, block in enumerate(parts.stack.blocks()):
         module = cast(TransformerBlock, parts.blocks[layer])
         run = partial(checkpoint, module, use_reentrant=False) if recompute else module
@@ -204,10 +189,7 @@ def run_stack(
             balance=None
             if balance is None
             else BalanceAt(balance, f"{prefix}blocks.{layer}", valid_BT),
-            pending=pending,
         )
-    if pending is not None:
-        x_BTD = pending.onto(x_BTD)
     if parts.final_norm is not None:
         x_BTD = parts.final_norm(x_BTD)
     if cache is not None:

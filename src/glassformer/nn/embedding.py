@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.kernels import train_kernels
-from glassformer.nn.linear import linear
+from glassformer.nn.operations import Part
 from glassformer.spec import model as spec
 
 # B batch, T length, D d_model, V vocab, R rank
 
 
-class TokenEmbedding(nn.Module):
+class TokenEmbedding(Part):
     """weight[token], times `scale`: sqrt(d_model) in the 2017 paper."""
 
     def __init__(self, vocab_size: int, d_model: int, *, scale: float | None = None) -> None:
@@ -25,18 +24,15 @@ class TokenEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        if train_kernels.in_use(self.weight) and train_kernels.writes(self.weight):
-            x_BTD = train_kernels.embedded(tokens_BT, self.weight)
-        else:
-            x_BTD = F.embedding(tokens_BT, self.weight)
+        x_BTD = F.embedding(tokens_BT, self.weight)
         return x_BTD if self.scale is None else x_BTD * self.scale
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Return logits x @ weight^T; the scale applies to the input side only."""
-        return linear(x_BTD, self.weight)
+        return self.operations.linear(x_BTD, self.weight, None)
 
 
-class FactorizedTokenEmbedding(nn.Module):
+class FactorizedTokenEmbedding(Part):
     """U[token] @ V with u (vocab, rank) and v (rank, d_model).
 
     `penalty` is l1 * sum |U|, to be added to a loss: it drives rows of U to few active factors.
@@ -53,7 +49,8 @@ class FactorizedTokenEmbedding(nn.Module):
 
     def as_linear(self, x_BTD: Tensor) -> Tensor:
         """Return logits x @ V^T @ U^T, without a (vocab, d_model) table."""
-        return linear(linear(x_BTD, self.v), self.u)
+        linear = self.operations.linear
+        return linear(linear(x_BTD, self.v, None), self.u, None)
 
     def penalty(self) -> Tensor:
         """l1 * sum |U|."""

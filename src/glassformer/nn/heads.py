@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
-from glassformer.nn.ffn import activate
 from glassformer.nn.linear import Linear
 from glassformer.nn.norm import build_norm
+from glassformer.nn.operations import Part
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import is_tied
@@ -28,7 +28,7 @@ class TiedHead(nn.Module):
         return logits_BTV if self.bias is None else logits_BTV + self.bias
 
 
-class HeadTransform(nn.Module):
+class HeadTransform(Part):
     """norm(act(dense(x)))."""
 
     def __init__(self, transform: spec.HeadTransform, d_model: int) -> None:
@@ -38,7 +38,7 @@ class HeadTransform(nn.Module):
         self.norm = build_norm(transform.norm, d_model)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        normed_BTD: Tensor = self.norm(activate(self.dense(x_BTD), self.activation))
+        normed_BTD: Tensor = self.norm(self.operations.activate(self.dense(x_BTD), self.activation))
         return normed_BTD
 
 

@@ -5,8 +5,7 @@ factors are named as `lora_manifest` says. B starts at zero: a fresh correction 
 Over packed weights it is QLoRA (Dettmers and others, 2023).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -14,62 +13,14 @@ from torch import Tensor, nn
 
 from glassformer.nn.initialise import initialise
 from glassformer.nn.linear import Linear, PackedWeight, Specified
+from glassformer.nn.operations import Part
 from glassformer.spec.errors import InputError
-from glassformer.spec.execution import GPU_WIDTHS
 from glassformer.spec.train import LoRA, lora_manifest, lora_targets
 
 # R rank
 
 
-def missing_width(x: Tensor, low_R: Tensor) -> int:
-    """Return by how much x and its image of low rank, side by side, miss a GPU's width."""
-    return -(x.shape[-1] + low_R.shape[-1]) % GPU_WIDTHS
-
-
-def corrected(
-    x: Tensor, low_R: Tensor, weight_OI: Tensor, factor_OR: Tensor, bias_O: Tensor | None
-) -> Tensor:
-    """Return x W^T + b + low F^T as one product: nothing of width O is added afterwards.
-
-    W and b are frozen. In the precision of autocast, where it is on.
-    """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    bias_O = None if bias_O is None else bias_O.to(dtype)
-    operands = (x.to(dtype), low_R.to(dtype), weight_OI.to(dtype), factor_OR.to(dtype), bias_O)
-    product: Callable[..., Tensor] = _Corrected.apply
-    return product(*operands)
-
-
-class _Corrected(torch.autograd.Function):
-    """y = [x, low] [W, F]^T + b.  =>  [dx, dlow] = dy [W, F],  dF = dy^T low.
-
-    Autograd would also compute the gradient of W, which is frozen.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        low_R: Tensor,
-        weight_OI: Tensor,
-        factor_OR: Tensor,
-        bias_O: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(low_R, weight_OI, factor_OR)
-        both = torch.cat((weight_OI, factor_OR), dim=1)
-        return F.linear(torch.cat((x, low_R), dim=-1), both, bias_O)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        low_R, weight_OI, factor_OR = ctx.saved_tensors
-        both = grad @ torch.cat((weight_OI, factor_OR), dim=1)
-        grad_x, grad_low = both.split((weight_OI.shape[1], factor_OR.shape[1]), dim=-1)
-        grad_factor = grad.flatten(0, -2).T @ low_R.flatten(0, -2)
-        return grad_x, grad_low, None, grad_factor, None
-
-
-class LoRALinear(nn.Module):
+class LoRALinear(Part):
     """y = W x + b + (alpha / R) B A dropout(x); W and b are those of the layer it corrects."""
 
     def __init__(self, layer: Linear, lora: LoRA) -> None:
@@ -84,13 +35,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low_R = self.lora_A(F.dropout(x, self.dropout, self.training))
-        frozen = not (
-            self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        )
-        if torch.compiler.is_compiling() and x.is_cuda and frozen and not missing_width(x, low_R):
-            return corrected(x, low_R, self.weight, self.scale * self.lora_B.weight, self.bias)
-        low: Tensor = self.lora_B(low_R) * self.scale
-        return F.linear(x, self.weight, self.bias) + low
+        factor = self.lora_B.weight
+        return self.operations.corrected(x, low_R, self.weight, self.bias, factor, self.scale)
 
     def frozen_weight(self) -> Tensor:
         """Return W."""

@@ -57,7 +57,8 @@ class Mask:
         T, kind = q_BNTH.shape[2], (q_BNTH.shape[2], q_BNTH.dtype, q_BNTH.device)
         if kind not in self.made:
             if self.causal:
-                added = q_BNTH.new_full((T, T), -math.inf).triu_(1)
+                none_TT = torch.full((T, T), -math.inf, dtype=q_BNTH.dtype, device=q_BNTH.device)
+                added = none_TT.triu_(1)
             elif self.allow is None:
                 added = q_BNTH.new_zeros(1, 1)
             else:

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glassformer.data.own_code import open_part, running
-from glassformer.kernels import tables, train_kernels
+from glassformer.kernels import tables
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
-from glassformer.spec.own import OwnParameter, OwnPosition
+from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
 from glassformer.spec.position import alibi_slopes, relative_buckets
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head
@@ -258,21 +257,6 @@ class RelativePosition(ComputedTable):
         buckets_TS = self.table[apart_TS.clamp(-most, most) + most].long()
         bias_NTS = F.embedding(buckets_TS, self.weight).movedim(-1, -3)
         return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
-
-
-def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + H/2]): the half-split layout of Llama and Qwen.
-
-    Where the table is narrower than a head, the rest of the head stays as it is.
-    """
-    cos, sin = cos.to(x_BNTH.dtype), sin.to(x_BNTH.dtype)
-    if train_kernels.in_use(x_BNTH, cos):
-        return train_kernels.turned(x_BNTH, cos, sin)
-    width = 2 * cos.shape[-1]
-    first, second = x_BNTH[..., :width].chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    rest = () if width == x_BNTH.shape[-1] else (x_BNTH[..., width:],)
-    return torch.cat((*turned, *rest), dim=-1)
 
 
 def make_tables(module: nn.Module, device: torch.device | str) -> None:

@@ -19,10 +19,6 @@ GPU_JOINED = 1 << 21
 PIECE = 1 << 25
 #: 512 rows of 16,000 classes: half and twice as many took 1 to 4 % longer, four times as many 9 %.
 CHUNK = 1 << 23
-#: In a CPU's training step a kernel writes the gradient over the logits: in chunks of this many, in
-#: one buffer that is used again, where there are that many logits.
-KERNEL_CHUNK = 1 << 22
-KERNEL_PIECE = 1 << 18
 #: The same for a step that is recorded on a GPU, where the gradient is taken at once instead.
 RECORDED_PIECE = 1 << 28
 #: Compiled for a GPU, the gradient of so many logits is taken at once even if they are one chunk.

@@ -30,6 +30,7 @@ from glassformer.data.batch import Batch, Source
 from glassformer.models.model import Model
 from glassformer.models.weights import array_of, tensor_of
 from glassformer.nn.block import TransformerBlock
+from glassformer.nn.operations import TORCH, Operations
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.train import LoRA, TrainSpec
@@ -230,13 +231,14 @@ class DistributedEngine:
         device: str = "cpu",
         lora: LoRA | None = None,
         sharded: bool = False,
+        operations: Operations = TORCH,
     ) -> None:
         ranks.check_batch(train.batch_size)
         self.spec: ModelSpec = model.spec
         self.ranks, self.sharded = ranks, sharded
         whole = _shard(model, ranks, device) if sharded else None
         part = Part(ranks.size, ranks.sum, *([] if whole is None else [whole]))
-        self.inner = TorchEngine(model, train, lora=lora, part=part)
+        self.inner = TorchEngine(model, train, lora=lora, part=part, operations=operations)
 
     @property
     def logits_at_once(self) -> int:

@@ -195,9 +195,11 @@ class RecordedSteps:
         random: bool,
         compiled: bool = True,
         graphs: Graphs = Plain,
+        parameters: Sequence[Tensor] | None = None,
     ) -> None:
         self.model, self.train, self.optimizer, self.random = model, train, optimizer, random
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = trained if parameters is None else parameters
         self.device = self.parameters[0].device
         self.launcher = graphs(self.parameters)
         self.heads: tuple[str, ...] = ()

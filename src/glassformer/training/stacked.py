@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.func import functional_call, vmap
 
 from glassformer.data.batch import Batch, Ints
 from glassformer.data.task import Task
@@ -25,12 +26,11 @@ from glassformer.models.model import Model, build
 from glassformer.models.weights import tensor_of
 from glassformer.nn.norm import as_float
 from glassformer.nn.position import make_tables
-from glassformer.nn.stacked import Fold, dropout_rates, stack_parts
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
-from glassformer.spec.model import Dropout, ModelSpec, RelativeBias
+from glassformer.spec.model import Dropout, ModelSpec
 from glassformer.spec.own import OwnOptimizer, OwnPosition
-from glassformer.spec.program import everything_but, missing, program
+from glassformer.spec.program import Route, everything_but, missing, program
 from glassformer.spec.train import AdamW, Muon, RunSpec
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (
@@ -45,14 +45,21 @@ from glassformer.training.engine import (
 )
 from glassformer.training.fit import StepRecord, step_seed
 from glassformer.training.recorded import Graphs, precision
-from glassformer.training.stacked_batches import Joint, Work, rows_of
-from glassformer.training.stacked_step import StackedModels, StackedSteps, layout_of, moments_of
+from glassformer.training.stacked_batches import Work, rows_of
+from glassformer.training.stacked_step import (
+    StackedModels,
+    StackedSteps,
+    dropout_rates,
+    layout_of,
+    mapped_model,
+    moments_of,
+)
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 
 
-#: A user's position is code for one model, and a learned bias has one table for all layers.
-RUNS = everything_but(OwnPosition, RelativeBias)
+#: A user's position is code for one model, and how many tokens an expert gets is data of each.
+RUNS = everything_but(OwnPosition, Route)
 
 
 def why_not_stacked(run: RunSpec) -> str | None:
@@ -111,8 +118,7 @@ class StackedEngine:
         self.dtype = torch.float64 if runs[0].train.precision == "float64" else torch.float32
         self.layout = layout_of(self.spec)
         self.rates = [dropout_rates(build(run.model, device="meta")) for run in runs]
-        self.random = any(map(any, self.rates))
-        self.joins = not self.random and not self.spec.mixtures()
+        self.random = any(any(own.values()) for own in self.rates)
         self.batch_size, self.accumulate = runs[0].train.batch_size, runs[0].train.accumulate
         self.members = [Member(self, number) for number in range(len(runs))]
         #: Updates so far: whoever keeps results of the weights must forget them after each.
@@ -134,27 +140,21 @@ class StackedEngine:
     ) -> None:
         """Make the stack of the members in `slots`; the arrays are theirs, in this order."""
         self.slots, self.live = slots, list(slots)
-        self.fold = Fold(len(slots))
         self.weights_MP = weights_MP.to(self.device)
         self.moments = {kind: moment.to(self.device) for kind, moment in moments.items()}
         self.counts_M = counts_M.to(self.device, torch.float64)
-        self.model = build(self.spec, device="meta")
-        stack_parts(self.model, self.fold, [self.rates[member] for member in slots])
-        make_tables(self.model.to(self.dtype), self.device)
-        for name, view in self.layout.views(self.weights_MP).items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), leaf, nn.Parameter(view))
-        self.model.eval()
+        rates = [self.rates[member] for member in slots]
+        largest = {site: max(own[site] for own in rates) for site in rates[0]}
+        self.model = mapped_model(self.spec, largest, dtype=self.dtype, device=self.device)
         self.steps = StackedSteps(
             StackedModels(
                 model=self.model,
-                fold=self.fold,
                 layout=self.layout,
                 trains=[self.runs[member].train for member in slots],
+                rates=rates,
                 weights_MP=self.weights_MP,
                 moments=self.moments,
                 counts_M=self.counts_M,
-                random=self.random,
             ),
             sharing=self.sharing,
             graphs=self.graphs,
@@ -165,7 +165,7 @@ class StackedEngine:
         """Steps that may be submitted before the first one's result is read."""
         return self.steps.ahead
 
-    def submit(self, work: Mapping[int, Work] | Joint) -> Callable[[], dict[int, StepResult]]:
+    def submit(self, work: Mapping[int, Work]) -> Callable[[], dict[int, StepResult]]:
         """Begin a step of some members; the others stay as they are.
 
         The returned function waits for the results, and must be called in the order of the steps.
@@ -215,20 +215,22 @@ class StackedEngine:
         found: dict[str, list[Array]] = {head: [] for head in heads}
         widest = max(map(self.spec.head_size, self.spec.head_names()))
         size = max(1, (1 << 27) // (len(self.slots) * batch.tokens.shape[1] * widest))
+        state = self.layout.views(self.weights_MP)
         for start in range(0, len(batch.tokens), size):
             piece = rows_of(batch, start, start + size)
             inputs = as_inputs(piece, self.spec, device=self.device)
-            hidden_BTD, valid_BT = self._hidden(inputs)
+            with precision(self.runs[0].train, self.device):
+                answers = vmap(
+                    lambda own, given=inputs: functional_call(self.model, own, (given,))
+                )(state)
             for head in heads:
-                logits = as_float(self._logits(hidden_BTD, head, valid_BT))
-                target = piece.targets[head]
+                logits, target = as_float(answers[head]), piece.targets[head]
                 known = np.where(loss_weights(piece, head) > 0, target, 0).astype(np.int64)
-                known_B = torch.as_tensor(known, device=self.device)
-                known_B = known_B.repeat(len(self.slots), *(1,) * (known_B.ndim - 1)).flatten()
+                known_M = torch.as_tensor(known, device=self.device).flatten().repeat(len(logits))
                 rows = logits.flatten(0, -2)
-                nll = F.cross_entropy(rows, known_B, reduction="none")
+                nll = F.cross_entropy(rows, known_M, reduction="none")
                 both = torch.stack((nll.double(), rows.argmax(-1).double()))
-                found[head].append(both.view(2, len(self.slots), *target.shape).cpu().numpy())
+                found[head].append(both.view(2, len(logits), *target.shape).cpu().numpy())
         joined = {head: np.concatenate(parts, axis=2) for head, parts in found.items()}
         return {
             m: {
@@ -238,35 +240,15 @@ class StackedEngine:
             for slot, m in enumerate(self.slots)
         }
 
-    def _hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Run one batch through every model."""
-        M = len(self.slots)
-
-        def again(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.repeat(M, 1)
-
-        tokens = again(inputs.tokens_BT)
-        assert tokens is not None
-        many = Inputs(
-            tokens,
-            again(inputs.valid_BT),
-            again(inputs.segments_BT),
-            again(inputs.source_BS),
-            again(inputs.source_valid_BS),
-        )
-        self.fold.extents, self.fold.batch = (), len(inputs.tokens_BT)
-        with precision(self.runs[0].train, self.device):
-            return self.model.hidden(many), many.valid_BT
-
-    def _logits(self, hidden_BTD: Tensor, head: str, valid_BT: Tensor | None) -> Tensor:
-        with precision(self.runs[0].train, self.device):
-            return self.model.logits(hidden_BTD, head, valid_BT=valid_BT)
+    def _answers(self, inputs: Inputs, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        answers: dict[str, Tensor] = functional_call(self.model, state, (inputs,))
+        return answers
 
     @torch.no_grad()
     def logits(self, member: int, batch: Batch) -> Arrays:
         """Return one member's logits by head."""
-        with self.fold.alone(self.slots.index(member)), precision(self.runs[0].train, self.device):
-            answers = self.model(as_inputs(batch, self.spec, device=self.device))
+        with precision(self.runs[0].train, self.device):
+            answers = self.alone(member)(as_inputs(batch, self.spec, device=self.device))
         return {head: as_float(logits).cpu().numpy() for head, logits in answers.items()}
 
     def alone(self, member: int) -> Model:
@@ -373,7 +355,7 @@ def fit_stack(
             m: [orders[m].rows(now * engine.accumulate + i) for i in range(engine.accumulate)]
             for m in engine.live
         }
-        work: Mapping[int, Work] | Joint | None = _joint(engine, tasks, rows, told)
+        work = _shared(engine, tasks, rows, told)
         if work is None:
             work = {
                 m: Work(
@@ -412,28 +394,30 @@ def fit_stack(
             began = time.perf_counter()
 
 
-def _joint(
+def _shared(
     engine: StackedEngine,
     tasks: Sequence[Task],
     rows: Mapping[int, Sequence[Ints]],
     told: Mapping[int, tuple[int, float]],
-) -> Joint | None:
-    """Return a step's work with one batch for all members, each time; None where it cannot be.
+) -> dict[int, Work] | None:
+    """Return a step's work cut from one batch for all members; None where it cannot be.
 
-    They must read one task, in full batches, and draw nothing whose shape a model's own batch
-    decides.
+    They must read one task, in full batches, and draw nothing, whose shape their own batch decides.
     """
-    first = next(iter(rows))
-    some, task = rows[first], tasks[first]
-    full = all(len(one) == engine.batch_size for own in rows.values() for one in own)
-    if not full or not engine.joins or any(tasks[m] is not task for m in rows):
+    size, task = engine.batch_size, tasks[next(iter(rows))]
+    full = all(len(one) == size for own in rows.values() for one in own)
+    if not full or engine.random or any(tasks[m] is not task for m in rows):
         return None
-    by_slot = [rows.get(member, some) for member in engine.slots]
-    return Joint(
-        [task.batch("train", np.concatenate(turn)) for turn in zip(*by_slot, strict=True)],
-        [told[member][1] if member in told else 0.0 for member in engine.slots],
-        [*told],
-    )
+    turns = [task.batch("train", np.concatenate(turn)) for turn in zip(*rows.values(), strict=True)]
+    return {
+        member: Work(
+            [rows_of(batch, place * size, (place + 1) * size) for batch in turns],
+            told[member][1] if member in told else 0.0,
+            0,
+            live=member in told,
+        )
+        for place, member in enumerate(rows)
+    }
 
 
 class Member:

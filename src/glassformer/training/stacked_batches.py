@@ -1,6 +1,6 @@
-"""Batches of a stack: one for each model, or one whose rows are all of theirs, made one batch.
+"""Batches of a stack: one for each model, filled up to one shape.
 
-`fold_batches` fills them up to one shape; rows and positions that fill up do not count.
+Rows and positions that fill up do not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,12 @@ from torch import Tensor
 
 from glassformer.data.batch import Batch
 from glassformer.models.inputs import Inputs, as_inputs
-from glassformer.nn.stacked import Extent
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
-from glassformer.training.engine import Array, balance_shares, loss_weights, totals
-from glassformer.training.recorded import (
-    SHARE,
-)
+from glassformer.training.engine import Array, loss_weights
+from glassformer.training.recorded import SHARE
 
-# M models, R rows that count
+# M models, B rows of one model, R rows that count
 
 _Value = TypeVar("_Value")
 
@@ -41,71 +38,12 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """The work of members that read one task and draw nothing: their rows in one batch each time.
+class Extent:
+    """The rows and lengths of a batch."""
 
-    Each slot has a full batch of rows, in the order of the slots; those that are not among `live`
-    only fill up.
-    """
-
-    batches: Sequence[Batch]
-    rates: Sequence[float]
-    live: Sequence[int]
-
-
-def rates_of(
-    work: Mapping[int, Work] | Joint, slots: Sequence[int]
-) -> tuple[Sequence[float], Sequence[int], Sequence[int]]:
-    """Return the rate and the seed of each slot, and the members that are updated."""
-    if isinstance(work, Joint):
-        return work.rates, (), work.live
-    some = next(iter(work.values()))
-    every = [work.get(member, some) for member in slots]
-    live = [member for member, one in work.items() if one.live]
-    return [one.lr for one in every], [one.seed for one in every], live
-
-
-def batches_in_turn(work: Mapping[int, Work] | Joint, slots: Sequence[int]) -> list[list[Batch]]:
-    """Return the batches of every slot, turn by turn; an idle slot reads another's."""
-    if isinstance(work, Joint):
-        return [[batch] for batch in work.batches]
-    some = next(iter(work.values()))
-    every = [work.get(member, some).batches for member in slots]
-    return [list(batches) for batches in zip(*every, strict=True)]
-
-
-def counts_of(batches: Sequence[Batch], spec: ModelSpec, models: int) -> dict[str, Array]:
-    """Return the weight of each head's targets, by model; the targets are checked."""
-    if len(batches) == models:
-        every = [totals([batch], spec) for batch in batches]
-        return {head: np.array([count[head] for count in every]) for head in every[0]}
-    (joint,) = batches
-    return {
-        head: loss_weights(joint, head).reshape(models, -1).sum(1, dtype=np.float64)
-        for head in totals([joint], spec)
-    }
-
-
-def tokens_of(batches: Sequence[Batch], models: int) -> list[int]:
-    """Return the number of real tokens, by model."""
-    if len(batches) == models:
-        return [int(batch.valid.sum()) for batch in batches]
-    (joint,) = batches
-    counts: list[int] = joint.valid.reshape(models, -1).sum(1).tolist()
-    return counts
-
-
-def balance_shares_of(
-    by_batch: Sequence[Sequence[Batch]], spec: ModelSpec
-) -> list[dict[str, Array]]:
-    """Return the weights of the load-balancing losses, by turn and layer, (M,) each."""
-    if not spec.mixtures():
-        return [{} for _ in by_batch]
-    every = [balance_shares(own, spec) for own in zip(*by_batch, strict=True)]
-    return [
-        {f"share.{layer}": np.array([own[i][layer] for own in every]) for layer in spec.mixtures()}
-        for i in range(len(by_batch))
-    ]
+    rows: int
+    target: int
+    source: int = 0
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> Batch:
@@ -131,61 +69,50 @@ def extent_of(batch: Batch) -> Extent:
     return Extent(rows, length, source)
 
 
-def fold_batches(
+def stack_batches(
     batches: Sequence[Batch],
     spec: ModelSpec,
     counts: Mapping[str, Array],
     *,
     rows: int,
     fixed: bool,
-    models: int,
 ) -> dict[str, Array]:
-    """Return the arrays of one batch for each model, checked, filled up to one shape.
+    """Return (M, B, ...) arrays of one batch for each model, checked, filled up to one shape.
 
-    A single batch may have the rows of all models side by side. Rows and positions that fill up do
-    not count. With `fixed` the lengths and the numbers of rows that count take one of a few values,
-    so that recorded shapes repeat.
+    With `fixed` the lengths and the numbers of rows that count take one of a few values, so that
+    recorded shapes repeat.
     """
-    filled = rows if fixed and len(batches) == models else 0
-    most = max(filled, *(len(batch.tokens) for batch in batches))
+    M, most = len(batches), max(rows if fixed else 0, *(len(batch.tokens) for batch in batches))
 
     def length(lengths: Sequence[int]) -> int:
         piece = -(-spec.max_seq_len // SHARE) if fixed else 1
         return min(spec.max_seq_len, -(-max(lengths) // piece) * piece)
 
-    def folded(arrays: Sequence[Array], width: int | None = None) -> Array:
-        first = arrays[0]
-        same = all(array.shape == first.shape for array in arrays)
-        if same and len(first) == most and width in (None, first.shape[-1]):
-            return np.concatenate(arrays)
+    def stacked(arrays: Sequence[Array], width: int | None = None) -> Array:
         grown = []
         for array in arrays:
-            if width is not None and array.ndim == 2:
+            if width is not None and array.ndim == 2 and array.shape[1] < width:
                 array = np.pad(array, ((0, 0), (0, width - array.shape[1])))
-            grown.append(array[np.arange(most) % len(array)])
-        return np.concatenate(grown)
+            grown.append(array if len(array) == most else array[np.arange(most) % len(array)])
+        return np.stack(grown)
 
     T = length([batch.tokens.shape[1] for batch in batches])
     arrays: dict[str, Array] = {
-        "tokens": folded([b.tokens for b in batches], T).astype(np.int64, copy=False)
+        "tokens": stacked([b.tokens for b in batches], T).astype(np.int64, copy=False)
     }
-    valid = folded([b.valid for b in batches], T)
-    if not fixed:  # what fills up is no token of a model with experts
-        sizes = np.array([len(batch.tokens) for batch in batches])
-        valid &= (np.arange(most) < sizes[:, None]).reshape(-1, 1)
+    valid = stacked([b.valid for b in batches], T)
     if not valid.all():
         arrays["valid"] = valid
     if batches[0].segments is not None:
-        arrays["segments"] = folded([_given(b.segments) for b in batches], T)
+        arrays["segments"] = stacked([_given(b.segments) for b in batches], T)
     if batches[0].source is not None:
         sources = [_given(b.source) for b in batches]
         S = length([source.tokens.shape[1] for source in sources])
-        arrays["source"] = folded([s.tokens for s in sources], S).astype(np.int64, copy=False)
-        arrays["source_valid"] = folded([s.valid for s in sources], S)
+        arrays["source"] = stacked([s.tokens for s in sources], S).astype(np.int64, copy=False)
+        arrays["source_valid"] = stacked([s.valid for s in sources], S)
         if not fixed and arrays["source_valid"].all():
             del arrays["source_valid"]
     _check_inputs(arrays, spec)
-    M = models
     for head, count_M in counts.items():
         weights, targets = [], []
         for batch in batches:
@@ -194,8 +121,8 @@ def fold_batches(
             weights.append(own)
             targets.append(batch.targets[head])
         width = T if targets[0].ndim == 2 else None
-        weights_MR = folded(weights, width).reshape(M, -1)
-        targets_MR = np.where(weights_MR > 0, folded(targets, width).reshape(M, -1), 0)
+        weights_MR = stacked(weights, width).reshape(M, -1)
+        targets_MR = np.where(weights_MR > 0, stacked(targets, width).reshape(M, -1), 0)
         counted = int(np.count_nonzero(weights_MR, axis=1).max())
         share = -(-SHARE * counted // weights_MR.shape[1])
         if counted and (share < SHARE if fixed else counted < weights_MR.shape[1]):
@@ -221,7 +148,7 @@ def _check_inputs(arrays: Mapping[str, Array], spec: ModelSpec) -> None:
     """Refuse ids outside the vocabulary, and sequences that are too long."""
     sides = {"tokens": spec.vocab_size, "source": spec.source_vocab}
     if all(
-        arrays[side].shape[1] <= spec.max_seq_len
+        arrays[side].shape[2] <= spec.max_seq_len
         and arrays[side].min() >= 0
         and arrays[side].max() < vocab
         for side, vocab in sides.items()
@@ -230,8 +157,10 @@ def _check_inputs(arrays: Mapping[str, Array], spec: ModelSpec) -> None:
         return
 
     def tensor(name: str) -> Tensor | None:
-        return torch.from_numpy(arrays[name]) if name in arrays else None
+        found = arrays.get(name)
+        return None if found is None else torch.from_numpy(found).flatten(0, 1)
 
-    tokens = torch.from_numpy(arrays["tokens"])
+    tokens = tensor("tokens")
+    assert tokens is not None
     given = Inputs(tokens, tensor("valid"), tensor("segments"), tensor("source"))
     as_inputs(given, spec, device=torch.device("cpu"))  # it names what is wrong, and where

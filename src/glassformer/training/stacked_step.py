@@ -1,8 +1,9 @@
-"""The step of a stack: loss, gradient norm, clipping and update of every model at once.
+"""The step of a stack: the modules themselves, mapped over an axis of models.
 
 All parameters of a model are one row of an array (M, P), decayed ones first, so that norms and
-updates are single operations. `stacked_batches` makes the models' batches one.
-On a GPU the step is compiled and recorded as a single model's is; on a CPU it runs as it is.
+updates are single operations; `torch.func.vmap` runs one model's loss over views of all rows. Only
+dropout tells the models apart: a site multiplies by a scale that is made before, from each model's
+own random numbers. On a GPU the step is compiled and recorded as a single model's is.
 """
 
 import functools
@@ -14,21 +15,23 @@ from typing import assert_never
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
-from glassformer.models.model import Model
-from glassformer.nn.embedding import FactorizedTokenEmbedding
-from glassformer.nn.experts import BalanceLosses
+from glassformer.data.batch import Batch
+from glassformer.models.inputs import Inputs
+from glassformer.models.model import Model, build
 from glassformer.nn.heads import read_out
+from glassformer.nn.mask import Mask
 from glassformer.nn.norm import as_float
-from glassformer.nn.stacked import Fold
+from glassformer.nn.operations import Operations, per_query_head, use
+from glassformer.nn.position import make_tables
 from glassformer.spec.execution import PIECE, RECORDED_PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
-from glassformer.training.engine import Array, StepResult
+from glassformer.training.engine import Array, StepResult, totals
 from glassformer.training.recorded import (
     AHEAD,
     COMPILE_SECONDS,
@@ -39,23 +42,194 @@ from glassformer.training.recorded import (
     inputs_of,
     precision,
 )
-from glassformer.training.stacked_batches import (
-    Joint,
-    Work,
-    balance_shares_of,
-    batches_in_turn,
-    counts_of,
-    extent_of,
-    fold_batches,
-    rates_of,
-    tokens_of,
-)
+from glassformer.training.stacked_batches import Extent, Work, extent_of, stack_batches
 
 # M models, B batch of one model, T length, D d_model, R rows that count, V logits, P parameters
 
 #: What compiling saves for a number of the residual stream in a layer, as seen on an H200 with 64
 #: models of `lm`'s shape: 12.5 ms a step recorded, 5.8 ms compiled and recorded.
 SAVED_PER_NUMBER = 2.7e-10
+
+
+# --- one model that is mapped over all ------------------------------------------------------------
+
+
+def attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, mask: Mask, scale: float, dropout: float
+) -> Tensor:
+    """softmax(q k^T scale + bias) v in operations that can be mapped."""
+    k_BNSH, v_BNSH = per_query_head(k_BKSH, q_BNTH), per_query_head(v_BKSH, q_BNTH)
+    scores_BNTS = q_BNTH @ k_BNSH.transpose(-2, -1) * scale
+    if mask.bias is not None:
+        scores_BNTS = scores_BNTS + mask.bias.to(scores_BNTS.dtype)
+    if (allow := mask.explicit(q_BNTH.shape[2], q_BNTH.device)) is not None:
+        scores_BNTS = scores_BNTS.masked_fill(~allow, -math.inf)
+    return torch.softmax(scores_BNTS, dim=-1) @ v_BNSH
+
+
+#: The table by which a model computes that is mapped over others.
+MAPPED = Operations(name="mapped", attention=attention)
+
+
+class Scaled(nn.Module):
+    """Dropout at one site by given scales, one for each call of a forward pass: 0 or 1 / (1 - rate)
+    for each number.
+    """
+
+    scales: Tensor
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.call = p, 0
+        self.register_buffer("scales", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        now, self.call = self.call, (self.call + 1) % len(self.scales)
+        return x * self.scales[now]
+
+
+class _Noted(nn.Module):
+    """Dropout that notes the shape of what it would drop."""
+
+    def __init__(self, name: str, seen: list[tuple[str, tuple[int, ...]]]) -> None:
+        super().__init__()
+        self.p, self.name, self.seen = 0.5, name, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((self.name, tuple(x.shape)))
+        return x
+
+
+def dropout_rates(model: nn.Module) -> dict[str, float]:
+    """Return a model's dropout rates by site."""
+    return {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+
+
+def exchange_dropout(model: nn.Module, make: Callable[[str], nn.Module]) -> None:
+    """Put another module in the place of each dropout."""
+    for name in dropout_rates(model):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, make(name))
+
+
+def mapped_model(
+    spec: ModelSpec, rates: Mapping[str, float], *, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Return the model whose parameters are given with every call; `rates` are the largest."""
+    model = build(spec, device="meta").to(dtype)
+    exchange_dropout(model, lambda name: Scaled(rates[name]))
+    make_tables(model, device)
+    use(model, MAPPED)
+    return model.eval()
+
+
+@functools.lru_cache(maxsize=256)
+def drops_of(spec: ModelSpec, extent: Extent) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the site and the shape of each call of dropout, in the order of a forward pass."""
+    model, seen = build(spec, device="meta"), list[tuple[str, tuple[int, ...]]]()
+    exchange_dropout(model, lambda name: _Noted(name, seen))
+
+    def tokens(length: int) -> Tensor:
+        return torch.zeros(extent.rows, length, dtype=torch.long, device="meta")
+
+    source = tokens(extent.source) if extent.source else None
+    model.train().hidden(Inputs(tokens(extent.target), source_BS=source))
+    return seen
+
+
+def _by_site(
+    drops: Sequence[tuple[str, tuple[int, ...]]], scales: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return (M, calls, ...) by buffer, of (M, ...) for each call."""
+    made: dict[str, list[Tensor]] = {}
+    for (site, _), scale in zip(drops, scales, strict=True):
+        made.setdefault(f"{site}.scales", []).append(scale)
+    return {name: torch.stack(own, dim=1) for name, own in made.items()}
+
+
+def drawn_scales(
+    spec: ModelSpec,
+    rates: Sequence[Mapping[str, float]],
+    generators: Sequence[torch.Generator],
+    extents: Sequence[Extent],
+    common: Extent,
+    *,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return scales by buffer: the numbers that each model's dropout would draw alone."""
+    whole, every = drops_of(spec, common), []
+    for own, generator, extent in zip(rates, generators, extents, strict=True):
+        drawn = []
+        for (site, shape), (_, wanted) in zip(drops_of(spec, extent), whole, strict=True):
+            scale = torch.ones(shape, dtype=dtype, device=generator.device)
+            if own[site]:
+                scale.bernoulli_(1 - own[site], generator=generator).div_(1 - own[site])
+            gaps = [w - s for w, s in zip(wanted, shape, strict=True)]
+            filling = [n for gap in reversed(gaps) for n in (0, gap)]
+            drawn.append(F.pad(scale, filling) if any(gaps) else scale)
+        every.append(drawn)
+    return _by_site(whole, [torch.stack(call) for call in zip(*every, strict=True)])
+
+
+def hashed_scales(
+    spec: ModelSpec,
+    rates: Sequence[Mapping[str, float]],
+    seeds_M: Tensor,
+    common: Extent,
+    *,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """The same as a function of seed, call and index, which a recorded step computes."""
+    drops, scales = drops_of(spec, common), []
+    for number, (site, shape) in enumerate(drops, start=1):
+        own = [rate[site] for rate in rates]
+        rate_M1 = torch.tensor(own, dtype=torch.float32, device=seeds_M.device)[:, None]
+        index_R = torch.arange(math.prod(shape), dtype=torch.int32, device=seeds_M.device)
+        bits_MR = mixed(mixed(seeds_M[:, None] + 0x3C6EF372 * number) + index_R)
+        uniform_MR = (bits_MR & 0xFFFFFF).float() * (1 / (1 << 24))
+        scale_MR = torch.where(uniform_MR >= rate_M1, 1 / (1 - rate_M1), 0.0)
+        scales.append(scale_MR.to(dtype).view(len(rates), *shape))
+    return _by_site(drops, scales)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return 32 bits of which each depends on every bit of x (int32): MurmurHash3's finalizer."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * -2048144789  # 0x85EBCA6B
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * -1028477387  # 0xC2B2AE35
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+class Objective(nn.Module):
+    """One model's share of a step's loss; the numbers to report: it and each head's plain loss."""
+
+    def __init__(self, model: Model, heads: Sequence[str], train: TrainSpec) -> None:
+        super().__init__()
+        self.model, self.heads, self.train_spec = model, heads, train
+
+    def forward(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, total, report = inputs_of(views), self.model.penalty() * views["part"], []
+        hidden_BTD = self.model.hidden(inputs)
+        for head in self.heads:
+            kind = self.model.spec.head(head)
+            if kind.readout is not None:
+                rows_RD = read_out(hidden_BTD, inputs.valid_BT, readout=kind.readout)
+            else:
+                rows_RD = hidden_BTD.flatten(0, 1)
+            if f"rows.{head}" in views:
+                rows_RD = rows_RD[views[f"rows.{head}"]]
+            logp_RV = F.log_softmax(as_float(self.model.project(rows_RD, head)), dim=-1)
+            nll_R = -logp_RV.gather(-1, views[f"targets.{head}"][:, None])[:, 0]
+            weights_R, smoothing = views[f"weights.{head}"], views["smoothing"].to(nll_R.dtype)
+            smoothed_R = (1 - smoothing) * nll_R - smoothing * logp_RV.mean(-1)
+            scale = views[f"scale.{head}"].to(nll_R.dtype)
+            share = views[f"weight.{head}"].to(nll_R.dtype) * scale
+            total = total + share * (smoothed_R * weights_R).sum()
+            report.append((nll_R.detach() * weights_R).sum() * scale)
+        return total, torch.stack([number.double() for number in (total.detach(), *report)])
 
 
 # --- parameters in one array ----------------------------------------------------------------------
@@ -130,16 +304,20 @@ def moments_of(train: TrainSpec) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class StackedModels:
-    """The models of a stack: one that computes all of them, and their arrays, a row each."""
+    """The models of a stack: one that is mapped over them, and their arrays, a row each."""
 
     model: Model
-    fold: Fold
     layout: Layout
     trains: Sequence[TrainSpec]
+    rates: Sequence[Mapping[str, float]]
     weights_MP: Tensor
     moments: dict[str, Tensor]
     counts_M: Tensor
-    random: bool
+
+    @property
+    def random(self) -> bool:
+        """True if any of them drops anything."""
+        return any(any(own.values()) for own in self.rates)
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -152,20 +330,26 @@ class StackedSteps(RecordedSteps):
         self, stack: StackedModels, *, sharing: int = 1, graphs: Graphs | None = None
     ) -> None:
         trains, spec, device = stack.trains, stack.model.spec, stack.weights_MP.device
-        self.stack, self.fold, train = stack, stack.fold, trains[0]
-        fixed = graphs is not None and not spec.mixtures() and train.compile != "off"
+        self.stack, train = stack, trains[0]
+        fixed = graphs is not None and train.compile != "off"
         fixed = fixed and (train.compile == "on" or train.precision != "float64")
         compiled = fixed and (
             train.compile == "on" or _pays_to_compile(spec, trains, sharing=sharing)
         )
-        self.fixed, self.compiled = fixed, compiled
+        self.fixed = fixed
         self.settings = _settings(trains, spec, device)
         sgd = isinstance(train.optimizer, SGD)
         self.update = self.plain_update = _update_sgd if sgd else _update_adamw
         if compiled:
             self.update = torch.compile(self.update, fullgraph=True, dynamic=False)
+        self.grad_MP: Tensor | None = None
         super().__init__(
-            stack.model, train, random=False, compiled=compiled, graphs=graphs or Plain
+            stack.model,
+            train,
+            random=False,
+            compiled=compiled,
+            graphs=graphs or Plain,
+            parameters=[stack.weights_MP],
         )
 
     @property
@@ -174,41 +358,50 @@ class StackedSteps(RecordedSteps):
         return AHEAD if self.fixed else 0
 
     def submit_all(
-        self, work: Mapping[int, Work] | Joint, slots: Sequence[int]
+        self, work: Mapping[int, Work], slots: Sequence[int]
     ) -> Callable[[], dict[int, StepResult]]:
-        """Begin a step of the members that have work; `slots` says whose each row is."""
-        spec, rows, random = self.model.spec, self.train.batch_size, self.stack.random
-        rates, seeds, live = rates_of(work, slots)
-        by_batch = batches_in_turn(work, slots)
-        counts = [counts_of(batches, spec, len(slots)) for batches in by_batch]
-        whole = {head: np.sum([count[head] for count in counts], axis=0) for head in counts[0]}
-        tokens = [tokens_of(batches, len(slots)) for batches in by_batch]
+        """Begin a step of the members that have work; `slots` says whose each row is.
+
+        An idle slot reads another's batches.
+        """
+        spec, rows = self.model.spec, self.train.batch_size
+        some = next(iter(work.values()))
+        every = [work.get(member, some) for member in slots]
+        turns: list[tuple[Batch, ...]] = [*zip(*(one.batches for one in every), strict=True)]
+        counts = [[totals([batch], spec) for batch in batches] for batches in turns]
+        whole = {
+            head: np.array([sum(turn[m][head] for turn in counts) for m in range(len(slots))])
+            for head in counts[0][0]
+        }
         self.heads = tuple(whole)
-        update = {"lr": np.array(rates), "live": np.array([member in live for member in slots])}
-        if not self.fixed and random:
-            self.fold.generators = [
-                torch.Generator(self.device).manual_seed(seed) for seed in seeds
-            ]
-        packed = []
-        shares = balance_shares_of(by_batch, spec)
-        for i, batches in enumerate(by_batch):
-            arrays = fold_batches(
-                batches, spec, whole, rows=rows, fixed=self.fixed, models=len(slots)
-            )
-            if self.fixed and random:
-                words = [(seed + 0x9E3779B9 * i) & 0xFFFFFFFF for seed in seeds]
+        live = [member in work and work[member].live for member in slots]
+        update = {"lr": np.array([one.lr for one in every]), "live": np.array(live)}
+        generators: list[torch.Generator] = []
+        if self.stack.random and not self.fixed:
+            generators = [torch.Generator(self.device).manual_seed(one.seed) for one in every]
+        numbers = None
+        for i, batches in enumerate(turns):
+            arrays = stack_batches(batches, spec, whole, rows=rows, fixed=self.fixed)
+            if self.stack.random and self.fixed:
+                words = [(one.seed + 0x9E3779B9 * i) & 0xFFFFFFFF for one in every]
                 arrays["seeds"] = np.array(words, dtype=np.uint32).view(np.int32)
-            packed.append(({**arrays, **shares[i]}, [*map(extent_of, batches)]))
-        if self.adds:
-            for arrays, extents in packed:
-                self.fold.extents = extents
+            elif self.stack.random:
+                self.scales = drawn_scales(
+                    spec,
+                    self.stack.rates,
+                    generators,
+                    [*map(extent_of, batches)],
+                    _common(arrays),
+                    dtype=self.stack.weights_MP.dtype,
+                )
+            if not self.adds:
+                numbers = self._run({**arrays, **update}, self._whole)
+            else:
                 self._run(arrays, self._add)
-            numbers = self._run(update, self._update_sums)
-        else:
-            ((arrays, self.fold.extents),) = packed
-            numbers = self._run({**arrays, **update}, self._whole)
-        places = {member: slot for slot, member in enumerate(slots) if member in live}
-        return self._reader(numbers, places, np.sum(tokens, axis=0).tolist())
+        numbers = self._run(update, self._update_sums) if numbers is None else numbers
+        places = {member: slot for slot, member in enumerate(slots) if live[slot]}
+        tokens = [sum(int(batch.valid.sum()) for batch in one.batches) for one in every]
+        return self._reader(numbers, places, tokens)
 
     def _run(
         self, arrays: Mapping[str, Array], compute: Callable[[Mapping[str, Tensor]], Tensor]
@@ -229,111 +422,101 @@ class StackedSteps(RecordedSteps):
     def _reader(
         self, numbers: Tensor, live: Mapping[int, int], tokens: Sequence[int]
     ) -> Callable[[], dict[int, StepResult]]:
-        fetched = self.launcher.fetched(numbers)
-        routed, heads = bool(self.model.spec.mixtures()), self.heads
+        fetched, heads = self.launcher.fetched(numbers), self.heads
 
         def read() -> dict[int, StepResult]:
             rows = fetched().T.tolist()
             results = {}
             for member, slot in live.items():
-                loss, norm, balanced, added, *plain = rows[slot]
-                applied = math.isfinite(loss + added) and math.isfinite(norm)
+                loss, norm, *plain = rows[slot]
+                applied = math.isfinite(loss) and math.isfinite(norm)
                 means = dict(zip(heads, plain, strict=True))
-                both = (balanced, added) if routed else (None, 0.0)
-                results[member] = StepResult(loss, means, norm, tokens[slot], applied, *both)
+                results[member] = StepResult(loss, means, norm, tokens[slot], applied)
             return results
 
         return read
 
+    # --- what is computed -------------------------------------------------------------------------
+
     def _objective(self, views: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what is differentiated, (M,), and the numbers to report, (3 + heads, M)."""
-        inputs = inputs_of(views)
-        settings, M = self.settings, self.fold.models
-        self.fold.batch, self.fold.seeds_M = len(inputs.tokens_BT) // M, views.get("seeds")
-        found = BalanceLosses() if self.model.spec.mixtures() else None
-        with precision(self.train, self.device):
-            hidden_BTD = self.model.hidden(inputs, balance=found)
-            loss_M, means = self._penalty() / self.train.accumulate, []
-            for head in self.heads:
-                smoothed_M, nll_M = self._head_loss(hidden_BTD, head, inputs.valid_BT, views)
-                scale_M = views[f"scale.{head}"].to(nll_M.dtype)
-                weight_M = settings[f"weight.{head}"].to(nll_M.dtype)
-                loss_M = loss_M + weight_M * smoothed_M * scale_M
-                means.append(nll_M.detach() * scale_M)
-        total_M, plain_M = loss_M, loss_M.detach()
-        balance_M = term_M = torch.zeros_like(plain_M)
-        if found is not None:
-            plain = [loss * views[f"share.{layer}"] for layer, loss in found.losses.items()]
-            factors = [*found.coefficients.values()]
-            terms = [c * one for c, one in zip(factors, plain, strict=True)]
-            balance_M, term_M = torch.stack(plain).mean(0), torch.stack(terms).mean(0)
-            total_M = total_M + term_M
-        report = [plain_M, balance_M.detach(), term_M.detach(), *means]
-        return total_M, torch.stack([number.double() for number in report])
-
-    def _penalty(self) -> Tensor:
-        parts = [p for p in self.model.modules() if isinstance(p, FactorizedTokenEmbedding)]
-        zero_M = self.stack.weights_MP.new_zeros(self.fold.models)
-        return functools.reduce(torch.add, [part.penalty() for part in parts], zero_M)
-
-    def _head_loss(
-        self, hidden_BTD: Tensor, head: str, valid_BT: Tensor | None, views: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return each model's weighted sums: of the smoothed loss, and of the plain one."""
-        M, kind = self.fold.models, self.model.spec.head(head)
-        if kind.readout is not None:
-            rows_MRD = read_out(hidden_BTD, valid_BT, readout=kind.readout).unflatten(0, (M, -1))
-        else:
-            rows_MRD = hidden_BTD.flatten(0, 1).unflatten(0, (M, -1))
-        rows_MR = views.get(f"rows.{head}")
-        if rows_MR is not None:
-            rows_MRD = torch.take_along_dim(rows_MRD, rows_MR[..., None], 1)
-        targets_MR, weights_MR = views[f"targets.{head}"], views[f"weights.{head}"]
-        sums = functools.partial(self._sums, head)
-        width = self.model.spec.head_size(head)
-        limit = RECORDED_PIECE if self.fixed else PIECE
-        step = max(1, limit // (M * width))
-        if rows_MRD.shape[1] <= step:
-            return sums(rows_MRD, targets_MR, weights_MR)
-        pieces = [
-            checkpoint(
-                sums, rows_MRD[:, at], targets_MR[:, at], weights_MR[:, at], use_reentrant=False
+        """Return the numbers to report, (1 + heads, M), and the gradients, (M, P)."""
+        stack = self.stack
+        own = {name: self.settings[name] for name in self.settings if name in _MAPPED_SETTINGS}
+        own |= {f"weight.{head}": self.settings[f"weight.{head}"] for head in self.heads}
+        own["part"] = torch.full_like(own["smoothing"], 1 / self.train.accumulate)
+        own["part"] = own["part"].to(stack.weights_MP.dtype)
+        scales: dict[str, Tensor] = {}
+        batch = {name: view for name, view in views.items() if name not in ("seeds", "lr", "live")}
+        if "seeds" in views:
+            dtype, common = stack.weights_MP.dtype, _common(batch)
+            scales = hashed_scales(
+                self.model.spec, stack.rates, views["seeds"], common, dtype=dtype
             )
-            for at in (slice(start, start + step) for start in range(0, rows_MRD.shape[1], step))
-        ]
-        smoothed, nll = zip(*pieces, strict=True)
-        return torch.stack(smoothed).sum(0), torch.stack(nll).sum(0)
+        elif stack.random:
+            scales = self.scales
+        parameters = {
+            name: view.detach().requires_grad_()
+            for name, view in stack.layout.views(stack.weights_MP).items()
+        }
+        objective = Objective(self.model, self.heads, self.train)
+        M = len(stack.weights_MP)
+        most = max(
+            batch[f"targets.{h}"].shape[1] * self.model.spec.head_size(h) for h in self.heads
+        )
+        size = max(1, (RECORDED_PIECE if self.fixed else PIECE) // most)
+        reports, grads = [], []
+        for start in range(0, M, size):  # models know nothing of each other: some at a time
+            at = slice(start, start + size)
+            given = {name: tensor[at] for name, tensor in {**batch, **own}.items()}
+            part = {name: tensor[at] for name, tensor in parameters.items()}
+            state = {f"model.{name}": tensor for name, tensor in part.items()}
+            state |= {f"model.{name}": tensor[at] for name, tensor in scales.items()}
 
-    def _sums(
-        self, head: str, rows_MRD: Tensor, targets_MR: Tensor, weights_MR: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logits_MRV = as_float(self.model.project(rows_MRD, head))
-        logp_MRV = F.log_softmax(logits_MRV, dim=-1)
-        nll_MR = -logp_MRV.gather(-1, targets_MR[..., None])[..., 0]
-        nll_M = (nll_MR * weights_MR).sum(1)
-        if not any(train.label_smoothing for train in self.stack.trains):
-            return nll_M, nll_M.detach()
-        smoothing_M1 = self.settings["smoothing"].to(nll_M.dtype)[:, None]
-        smoothed_MR = (1 - smoothing_M1) * nll_MR - smoothing_M1 * logp_MRV.mean(-1)
-        return (smoothed_MR * weights_MR).sum(1), nll_M.detach()
+            def one(
+                state: Mapping[str, Tensor], given: Mapping[str, Tensor]
+            ) -> tuple[Tensor, Tensor]:
+                found: tuple[Tensor, Tensor] = functional_call(objective, dict(state), (given,))
+                return found
+
+            with precision(self.train, self.device):
+                total_M, report_MN = vmap(one)(state, given)
+            found = torch.autograd.grad(total_M.sum(), [*part.values()], allow_unused=True)
+            pairs = zip(part, found, strict=True)
+            grads.append(stack.layout.join({n: g for n, g in pairs if g is not None}))
+            reports.append(report_MN)
+        return torch.cat(reports).T, torch.cat(grads)
 
     def _backward(self, views: Mapping[str, Tensor]) -> Tensor:
-        total_M, report = self._guarded(views)
-        torch.autograd.backward(total_M.sum())
+        report, grad_MP = self._guarded(views)
+        if self.adds and self.grad_MP is not None:
+            self.grad_MP.add_(grad_MP)
+        else:
+            self.grad_MP = grad_MP
         return report
+
+    def _add(self, views: Mapping[str, Tensor]) -> Tensor:
+        """One of several batches: its gradients and sums are added to what is there."""
+        report = self._backward(views)
+        self.sums = report.clone() if self.sums is None else self.sums.add_(report)
+        return self.sums
+
+    def _whole(self, views: Mapping[str, Tensor]) -> Tensor:
+        """A step of one batch."""
+        return self._update(self._backward(views), views)
+
+    def _update_sums(self, views: Mapping[str, Tensor]) -> Tensor:
+        """The update after several batches; the sums begin again at 0."""
+        assert self.sums is not None and self.grad_MP is not None
+        result = self._update(self.sums, views)
+        torch._foreach_zero_([self.sums, self.grad_MP])
+        return result
 
     def _update(self, numbers: Tensor, views: Mapping[str, Tensor]) -> Tensor:
         """Update each model by its own norm, rate and step count, unless it is not finite."""
-        stack = self.stack
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-        grad_MP = stack.layout.join(gradients)
+        stack, grad_MP = self.stack, self.grad_MP
+        assert grad_MP is not None
         norm_M = torch.linalg.vector_norm(grad_MP, dim=1)
-        applied_M = torch.isfinite(numbers[0] + numbers[2]) & torch.isfinite(norm_M)
-        applied_M = applied_M & views["live"]
+        applied_M = torch.isfinite(numbers[0]) & torch.isfinite(norm_M) & views["live"]
         stack.counts_M += applied_M
         clip_M = (self.settings["clip"] / (norm_M.double() + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
@@ -349,6 +532,16 @@ class StackedSteps(RecordedSteps):
                 stack.layout.decayed,
             )
         return torch.cat((numbers[:1], norm_M.double()[None], numbers[1:]))
+
+
+#: What of the runs' settings a model's loss reads.
+_MAPPED_SETTINGS = ("smoothing",)
+
+
+def _common(arrays: Mapping[str, Array] | Mapping[str, Tensor]) -> Extent:
+    """Return the shape to which the models' batches were filled up."""
+    _, rows, target = arrays["tokens"].shape
+    return Extent(rows, target, arrays["source"].shape[2] if "source" in arrays else 0)
 
 
 def _pays_to_compile(spec: ModelSpec, trains: Sequence[TrainSpec], *, sharing: int) -> bool:

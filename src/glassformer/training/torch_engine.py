@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.data.batch import Batch
-from glassformer.data.own_code import open_part, running
-from glassformer.kernels.train_kernels import FusedAdamW, training_kernels
 from glassformer.models.model import Model, build
 from glassformer.models.weights import arrays_of, load_weights, weights_of
 from glassformer.nn.experts import BalanceLosses
 from glassformer.nn.linear import PackedWeight
 from glassformer.nn.norm import as_float
+from glassformer.nn.operations import TORCH, Operations, use
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.own import OwnOptimizer, open_part, running
 from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, lora_manifest
 from glassformer.training.engine import (
     GPU_LOGITS,
@@ -39,7 +38,7 @@ from glassformer.training.engine import (
     loss_weights,
     totals,
 )
-from glassformer.training.losses import head_loss, plain_head
+from glassformer.training.losses import head_loss
 from glassformer.training.recorded import (
     AHEAD,
     Graphs,
@@ -79,7 +78,8 @@ ALONE = Part()
 
 class TorchEngine:
     """A built model with its optimizers. With `lora`, only the corrections train, and `weights` and
-    `load_weights` are about them. `graphs` record steps, on a GPU that is to be fast.
+    `load_weights` are about them. `operations` is the table by which the model computes, `graphs`
+    record steps, on a GPU that is to be fast.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class TorchEngine:
         *,
         lora: LoRA | None = None,
         part: Part = ALONE,
+        operations: Operations = TORCH,
         graphs: Graphs | None = None,
     ) -> None:
+        use(model, operations)
         self.spec: ModelSpec = model.spec
         self.part = part
         self.model = model
@@ -99,7 +101,6 @@ class TorchEngine:
         self.routed = bool(self.spec.mixtures())
         self.steps = 0
         self.device = next(model.parameters()).device
-        self.parts = [*model.modules()]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizers = build_optimizers(model, train, self.rules)
         self.hidden: Callable[..., Tensor] = functools.partial(
@@ -115,13 +116,6 @@ class TorchEngine:
                 stack.dropout.ffn,
             )
         )
-        # The weights whose gradient a loss may make in the memory of the last one.
-        plain = [plain_head(model, head) for head in self.spec.head_names()]
-        heads = [head[0] for head in plain if head is not None]
-        self.large = [weight for weight in heads if weight.requires_grad and weight.is_leaf]
-        # On a CPU in float32 the update is one pass.
-        takes = len(self.optimizers) == 1 and FusedAdamW.takes(self.optimizers[0][0])
-        self.update = FusedAdamW(self.optimizers[0][0]) if takes and part.ranks == 1 else None
         self.packed = any(isinstance(part, PackedWeight) for part in model.modules())
         if self.packed and train.compile == "on":
             raise InputError("a quantized base is not compiled", hint="train.compile=off")
@@ -174,13 +168,14 @@ class TorchEngine:
         train: TrainSpec,
         *,
         device: str = "cpu",
+        operations: Operations = TORCH,
         graphs: Graphs | None = None,
     ) -> "TorchEngine":
         """Make a new model, initialised from the training's seed."""
         model = build(spec, generator=torch.Generator().manual_seed(train.seed), device=device)
         if train.precision == "float64":
             model.double()
-        return cls(model, train, graphs=graphs)
+        return cls(model, train, operations=operations, graphs=graphs)
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
         return self.submit(batches, lr=lr, seed=seed)()
@@ -216,10 +211,7 @@ class TorchEngine:
         """Make a step operation by operation."""
         shares = balance_shares(batches, self.spec) if self.routed else []
         sums = self.gradients(batches, counts, shares=shares, seed=seed)
-        if self.update is None:
-            norm = torch.nn.utils.get_total_norm(self.filled())
-        else:
-            norm = torch.tensor(self.update.norm(), dtype=torch.float64)
+        norm = torch.nn.utils.get_total_norm(self.filled())
         tokens = sum(int(batch.valid.sum()) for batch in batches)
         return self.apply(sums, norm, counts, tokens=tokens, lr=lr)
 
@@ -236,17 +228,11 @@ class TorchEngine:
         Returns sums in float64: the loss, the load-balancing loss and its term, each head's plain
         loss. `counts` and `shares` are those of the complete step.
         """
-        self._set_training(True)
-        memory: dict[int, Tensor | None] | None = None
-        if self.part.ranks == 1:
-            memory = {id(weight): weight.grad for weight in self.large}
+        self.model.train()
+        total: list[Tensor] = []
         for parameter in self.parameters:
             parameter.grad = None
-        total: list[Tensor] = []
-        # Sharded parameters are there while their own block runs; kernels reach beyond one.
-        plain = self.train.precision != "float32" or self.part.sharded
-        kernels = contextlib.nullcontext() if plain else training_kernels(memory)
-        with self._dropout_from(seed), kernels:
+        with self._dropout_from(seed):
             for i, batch in enumerate(batches):
                 found = BalanceLosses(self.part.everywhere) if self.routed else None
                 share = shares[i] if self.routed else None
@@ -255,13 +241,8 @@ class TorchEngine:
                 )
                 total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
                 torch.autograd.backward(part)
-        self._set_training(False)
+        self.model.eval()
         return torch.stack([number.double() for number in total])
-
-    def _set_training(self, training: bool) -> None:
-        """Do as `model.train(training)`, twenty times as fast: it is called twice a step."""
-        for part in self.parts:
-            vars(part)["training"] = training
 
     def filled(self) -> list[Tensor]:
         """Return the gradients that the last backward left."""
@@ -274,11 +255,7 @@ class TorchEngine:
         numbers = torch.cat((sums, norm.double()[None])).tolist()
         total, balanced, added, *means, size = numbers
         applied = math.isfinite(total + added) and math.isfinite(size)
-        if applied and self.update is not None:
-            clip = self.train.clip
-            self.steps += 1
-            self.update.step(lr=lr, scale=min(1.0, clip / (size + 1e-6)) if clip else 1.0)
-        elif applied:
+        if applied:
             if self.train.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
             self._update(lr)
@@ -325,7 +302,6 @@ class TorchEngine:
                     torch.as_tensor(loss_weights(batch, head), device=self.device),
                     valid_BT=inputs.valid_BT,
                     label_smoothing=self.train.label_smoothing,
-                    share=self.train.head_weight(head) / (count or 1.0),
                 )
                 # A head of which nothing counts adds 0, with gradients of 0: never 0 / 0, or None.
                 total = total + self.train.head_weight(head) * loss.smoothed / (count or 1.0)
@@ -373,8 +349,6 @@ class TorchEngine:
         self._forget()
 
     def _forget(self) -> None:
-        if self.update is not None:
-            self.update.forget()
         if self.recorded is not None:
             self.recorded.forget()
 

@@ -35,7 +35,8 @@ from glassformer.nn.experts import BalanceAt, BalanceLosses, MixtureOfExperts
 from glassformer.nn.ffn import MLP, SwiGLU, build_ffn
 from glassformer.nn.initialise import initialise
 from glassformer.nn.norm import LayerNorm, build_norm
-from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotate, rotations
+from glassformer.nn.operations import rotate
+from glassformer.nn.position import ALiBiPosition, SinusoidalPosition, rotations
 from glassformer.nn.taps import Taps
 from glassformer.spec import model as spec
 from glassformer.spec.init import Constant, Gaussian, HeInit, XavierInit

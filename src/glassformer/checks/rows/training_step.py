@@ -1,9 +1,7 @@
-"""The step that `glass train` takes on a CPU beside plain torch: loss, every gradient, the update.
+"""The torch engine's step beside one that is written out: loss, every gradient, the update.
 
-In float32 the engine computes attention, norms, gates, rotations and the loss by C kernels, and the
-update in one pass over memory. Here the same batches go through the modules in float64, with a
-loss and an update written out a second time. How far apart the two may be is what plain torch in
-float32 is apart, tensor by tensor: its own rounding, without any kernel.
+The same batches go through the modules in float64, with a loss and an update written out a second
+time. How far apart the two may be is what plain torch in float32 is apart, tensor by tensor.
 """
 
 import copy
@@ -27,7 +25,6 @@ from glassformer.models.model import Model, build
 from glassformer.models.weights import load_weights, weights_of
 from glassformer.nn.experts import BalanceLosses
 from glassformer.spec.block import Dropout
-from glassformer.spec.execution import KERNEL_PIECE
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec, VectorHead
 from glassformer.spec.program import program
@@ -46,15 +43,17 @@ STEPS = 3
 RATE, CLIP, SMOOTHING = 3e-3, 0.7, 0.1
 #: The least share of a step by which an update may be off: rounding of a float32 weight.
 UPDATE = 1e-3
-#: Numbers at either end of a parameter whose updates are followed: more than a piece of the kernel.
+#: Numbers at either end of a parameter whose updates are followed.
 FOLLOWED = 20_000
-#: Tokens of the longest sequence, where the model has room for them: longer than a kernel's tile.
+#: Tokens of the longest sequence, where the model has room for them.
 LONGEST = 70
 #: Tokens of a vocabulary at most: all of them would take gigabytes in float64.
 MOST_TOKENS = 8192
 #: Logits of a step at most, about, and the tokens that are left of a sequence even so.
 LOGITS, SHORTEST = 1 << 24, 10
-#: Full rows at most, so that many classes reach the loss's kernel, and few take no time.
+#: Logits of the full rows, about: many classes, and few of them.
+MANY = 1 << 18
+#: Full rows at most: few classes take no time.
 MOST_ROWS = 24
 
 
@@ -214,11 +213,11 @@ def _copy(model: Model, dtype: torch.dtype) -> Model:
 def step_batches(spec: ModelSpec, *, seed: int) -> list[Batch]:
     """Return the batches of a step: uneven lengths, packed where the model can be, and full rows.
 
-    Of full rows there are as many as it takes for the loss's kernel to be used, if they are few.
+    Of full rows there are as many as it takes for this many logits, if they are few.
     """
     classes = max(spec.head_size(name) for name in spec.head_names())
     length = min(LONGEST, spec.max_seq_len, max(SHORTEST, LOGITS // (6 * classes)))
-    rows = -(-KERNEL_PIECE // (classes * length))
+    rows = -(-MANY // (classes * length))
     uneven = (length, max(1, length - 3), max(1, length // 3))
     packed = spec.encoder is None and all(head.readout is None for head in spec.heads)
     rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.lens.measure.probes import Probes
-from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshots
+from glassformer.lens.measure.snapshot import max_bytes, size_limits, snapshot
 from glassformer.models.model import Model
 from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import DecodeSpec
@@ -41,13 +41,11 @@ FOLDER = "probes"
 
 def take_probes(engine: Engine, task: Task, *, examples: int, step: int) -> Probes:
     """Return the model's activations on the fixed examples, spread over the validation split."""
-    return probe_models(engine_model(engine), task, examples=examples, step=step)[0]
+    return probe_models(engine_model(engine), task, examples=examples, step=step)
 
 
-def probe_models(
-    model: Model | HandModel, task: Task, *, examples: int, step: int, models: int = 1
-) -> list[Probes]:
-    """Return the probes of each model of a stack, computed at once."""
+def probe_models(model: Model | HandModel, task: Task, *, examples: int, step: int) -> Probes:
+    """Return a model's probes."""
     size = task.sizes()["val"]
     count = min(examples, size_limits(model.spec)[0])
     rows = np.unique(np.arange(count) * size // count)
@@ -57,7 +55,7 @@ def probe_models(
         return task.tokenizer.decode([i]) if i < known else f"#{i}"
 
     batch = task.batch("val", rows)
-    return snapshots(model, batch, models=models, names=name, examples=rows, step=step)
+    return snapshot(model, batch, names=name, examples=rows, step=step)
 
 
 def keep_probes(directory: RunDirectory, probes: Probes, *, every: int, vocab_size: int) -> None:
@@ -144,15 +142,10 @@ def sample_stepper(engine: Engine, task: Task) -> Stepper | None:
     return engine_stepper(engine) if task.is_running_text else None
 
 
-def write_samples(
-    stepper: Stepper | None, task: Task, *, models: int = 1
-) -> list[tuple[Sample, ...]]:
-    """Return each model's continuations, spread over the held-out part; none without a stepper.
-
-    A stepper of a stack decodes for all of its models at once, each with the same random numbers.
-    """
+def write_samples(stepper: Stepper | None, task: Task) -> tuple[Sample, ...]:
+    """Return continuations, spread over the held-out part; none without a stepper."""
     if stepper is None:
-        return [()] * models
+        return ()
     windows = task.sizes()["val"]
     rows = np.unique(np.arange(COUNT) * windows // COUNT)
     opening = min(OPENING, int(task.lengths("val")[rows].min()) - 1)
@@ -160,17 +153,15 @@ def write_samples(
     spec = DecodeSpec(max_new_tokens=LENGTH, temperature=0.8, top_p=0.95)
     made = generate_batch(
         stepper,
-        ids * models,
+        ids,
         spec=spec,
         tokenizer=task.tokenizer,
-        rows=[*range(len(ids))] * models,
+        rows=[*range(len(ids))],
         logprobs=False,
     )
-    samples = [
-        Sample(task.tokenizer.decode(begun), one.text)
-        for begun, one in zip(ids * models, made, strict=True)
-    ]
-    return [tuple(samples[m * len(ids) : (m + 1) * len(ids)]) for m in range(models)]
+    return tuple(
+        Sample(task.tokenizer.decode(begun), one.text) for begun, one in zip(ids, made, strict=True)
+    )
 
 
 def keep_samples(directory: RunDirectory, step: int, samples: tuple[Sample, ...]) -> None:

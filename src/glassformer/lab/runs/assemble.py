@@ -18,6 +18,7 @@ from glassformer.byhand.c_table import C
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.own import same_tokens
 from glassformer.data.tokenizers.vocab import Tokenizer
+from glassformer.gpu.operations import operations_on
 from glassformer.gpu.training_graphs import graphs_for
 from glassformer.lab.corpus import built
 from glassformer.lab.finetune import Base, check_trains, open_base
@@ -124,14 +125,27 @@ def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = No
     if spec.engine in ("native", "numpy"):
         return _array_engine(spec, device=device, peers=peers)
     if peers is None:
-        return TorchEngine.fresh(spec.model, spec.train, device=device, graphs=graphs_for(device))
+        return TorchEngine.fresh(
+            spec.model,
+            spec.train,
+            device=device,
+            operations=operations_on(device),
+            graphs=graphs_for(device),
+        )
     # A sharded model is built on the host; sharding moves it to the device block by block.
     place = "cpu" if peers.sharded else device
     generator = torch.Generator().manual_seed(spec.train.seed)
     model = build(spec.model, generator=generator, device=place)
     if spec.train.precision == "float64":
         model.double()
-    return DistributedEngine(model, spec.train, peers.ranks, device=device, sharded=peers.sharded)
+    return DistributedEngine(
+        model,
+        spec.train,
+        peers.ranks,
+        device=device,
+        sharded=peers.sharded,
+        operations=operations_on(device),
+    )
 
 
 def _array_engine(spec: RunSpec, *, device: str, peers: Peers | None) -> NumpyEngine:
@@ -161,7 +175,8 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
     if lora is not None:
         apply_lora(model, lora, generator=torch.Generator().manual_seed(spec.train.seed))
     if peers is None:
-        return TorchEngine(model.to(device), spec.train, lora=lora, graphs=graphs_for(device))
+        table, graphs = operations_on(device), graphs_for(device)
+        return TorchEngine(model.to(device), spec.train, lora=lora, operations=table, graphs=graphs)
     return DistributedEngine(
         model if peers.sharded else model.to(device),
         spec.train,
@@ -169,6 +184,7 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
         device=device,
         lora=lora,
         sharded=peers.sharded,
+        operations=operations_on(device),
     )
 
 

@@ -216,9 +216,10 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
     import torch  # here: the explorer reads runs before torch is imported
 
     from glassformer.byhand.operations import ROUNDING
+    from glassformer.gpu.operations import table_name
     from glassformer.kernels.training import identity
 
-    by_kernels = spec.engine != "numpy" and device == "cpu" and spec.train.precision == "float32"
+    by_kernels = spec.engine == "native" and spec.train.precision == "float32"
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "numpy": np.__version__,
@@ -229,7 +230,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
         **({"kernels": identity()} if by_kernels else {}),
         **({} if spec.engine == "torch" else {"operations": ROUNDING}),
         # On a GPU the recorded and the compiled step round differently from the plain one.
-        **({} if device == "cpu" else {"compile": spec.train.compile}),
+        **({} if device == "cpu" else {"compile": spec.train.compile, "kernels": table_name()}),
         **({"ranks": ranks} if ranks else {}),
     }
 

@@ -224,7 +224,7 @@ class TrainingRun:
         self.facts = dict(self.task.facts())
         stepper = None if stacked else sample_stepper(self.engine, self.task)
         self.samples: Callable[[], tuple[Sample, ...]]
-        self.samples = lambda: write_samples(stepper, self.task)[0]
+        self.samples = lambda: write_samples(stepper, self.task)
         self.probes: Callable[[], Probes] = self._probes
         self.seconds = 0.0  # of all steps, also those before a resume
         self.flushed, self.has_ended = 0.0, False

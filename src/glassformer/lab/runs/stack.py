@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from glassformer.costs.estimates import flops
@@ -22,8 +22,6 @@ from glassformer.lab.runs.assemble import Parts
 from glassformer.lab.runs.planned import check_fit
 from glassformer.lab.runs.run import Event, TrainingRun
 from glassformer.lens.measure.probes import Probes
-from glassformer.models.model import Model
-from glassformer.models.stepping import Stepper
 from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import cache_folder
@@ -93,9 +91,6 @@ class StackedRuns:
         for i, run in enumerate(self.runs):
             run.samples = functools.partial(self._samples, i)
             run.probes = functools.partial(self._probes, i)
-        self._written: dict[int, tuple[Sample, ...]] = {}
-        self._stepper: tuple[Model, Stepper] | None = None
-        self._probed: dict[int, Probes] = {}
 
     @property
     def threads(self) -> int:
@@ -146,8 +141,6 @@ class StackedRuns:
         settled = any(record.settled for record in records.values())
         evaluating = [i for i, record in records.items() if self._evaluates(i, record.step)]
         self.engine.expect(evaluating if settled else ())
-        self._written.clear()
-        self._probed.clear()
         for i, record in records.items():
             run, session = self.runs[i], sessions[i]
             if i not in self.engine.live:
@@ -167,39 +160,17 @@ class StackedRuns:
         self.engine.leave(ended)
 
     def _samples(self, i: int) -> tuple[Sample, ...]:
-        """Return a run's samples; those of all that read its task are written at once."""
-        run, engine = self.runs[i], self.engine
-        if i not in self._written and run.task.is_running_text:
-            engine.fold.extents, engine.fold.batch = (), 1
-            made = write_samples(self._decoder(), run.task, models=len(engine.slots))
-            mine = zip(engine.slots, made, strict=True)
-            self._written |= {m: one for m, one in mine if self.runs[m].task is run.task}
-        return self._written.pop(i, ())
-
-    def _decoder(self) -> Stepper:
-        """Return what decodes with the models of the stack as it is now."""
-        model = self.engine.model
-        if self._stepper is None or self._stepper[0] is not model:
-            self._stepper = model, TorchStepper(model)
-        return self._stepper[1]
+        """Return a run's samples."""
+        task = self.runs[i].task
+        if not task.is_running_text:
+            return ()
+        return write_samples(TorchStepper(self.engine.alone(i)), task)
 
     def _probes(self, i: int) -> Probes:
-        """Return a run's probes; those of all that look at the same examples are taken at once."""
-        run, engine = self.runs[i], self.engine
-        if i not in self._probed:
-            wanted = run.task, run.spec.train.probes
-            engine.fold.extents = ()
-            made = probe_models(
-                engine.model,
-                run.task,
-                examples=run.spec.train.probes,
-                step=0,
-                models=len(engine.slots),
-            )
-            for m, one in zip(engine.slots, made, strict=True):
-                if (self.runs[m].task, self.runs[m].spec.train.probes) == wanted:
-                    self._probed[m] = one
-        return replace(self._probed.pop(i), step=run.progress.step)
+        """Return a run's probes."""
+        run = self.runs[i]
+        examples, step = run.spec.train.probes, run.progress.step
+        return probe_models(self.engine.alone(i), run.task, examples=examples, step=step)
 
     def _evaluates(self, i: int, step: int) -> bool:
         train = self.runs[i].spec.train
