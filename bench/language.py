@@ -112,6 +112,7 @@ def taught() -> Iterator[dict[str, object]]:
         (Path(place) / "sentences.txt").write_text("\n".join(lines) + "\n")
         overrides = (
             f"task.path={Path(place) / 'sentences.txt'}",
+            "engine=torch",
             "task.vocab_size=400",
             "task.length=24",
             "train.steps=1000",

@@ -70,7 +70,7 @@ FRESH = DigitsTask(examples=40_000, seed=777)
 def learn(name: str, overrides: tuple[str, ...]) -> tuple[TrainingRun, Evaluation, float]:
     """Train a recipe in a temporary folder; the run, its test split, CPU seconds of training."""
     with tempfile.TemporaryDirectory() as place:
-        run = TrainingRun(recipe(name, overrides), Path(place) / "run")
+        run = TrainingRun(recipe(name, ("engine=torch", *overrides)), Path(place) / "run")
         run.prepare()
         began = time.process_time()
         for _ in run.events():

@@ -100,7 +100,7 @@ def captured(model: Model, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def trained(overrides: tuple[str, ...], folder: Path) -> tuple[TrainingRun, float]:
     """The recipe's run, and its CPU seconds."""
-    run = TrainingRun(recipe("digits", overrides), folder)
+    run = TrainingRun(recipe("digits", ("engine=torch", *overrides)), folder)
     run.prepare()
     began = time.process_time()
     for _ in run.events():

@@ -182,6 +182,7 @@ def test_a_causal_model_learns_to_look_at_the_right_position(tmp_path):
             "train.batch_size=64",
             "train.steps=500",
             "train.seed=1",
+            "engine=torch",
             "train.evaluate_every=500",
             "train.checkpoint_every=500",
         ],

@@ -27,7 +27,7 @@ from tests.lab.runs import assert_same, outcome, resumed, sample, trained
 from tests.training.samples import ENGINES
 
 LONG = ("task.examples=60", "task.max_length=4", "model.d_model=8", "train.checkpoint_every=5")
-STEPS = 60
+STEPS = 160
 
 
 class Child:

@@ -48,6 +48,7 @@ def test_sequences_are_learned_within_a_thousand_steps(tmp_path, name):
         "train.batch_size=32",
         "train.evaluate_every=250",
         "train.checkpoint_every=250",
+        "engine=torch",
     )
     found = evaluate(run.engine, run.task)
     assert found.loss < 0.1
@@ -156,6 +157,7 @@ def test_a_mixture_of_experts_learns_text(tmp_path):
                 "task.vocab_size=300",
                 "task.length=32",
                 "model.decoder.layers.count=2",
+                "engine=torch",
                 "train.steps=60",
                 "train.batch_size=8",
                 "train.schedule.warmup=5",

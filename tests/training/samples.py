@@ -83,6 +83,7 @@ RUNS = {"digits": digits, "machine": machine, "reverse": reverse}
 def engine_of(run: RunSpec, kind: str | None = None) -> TorchEngine | NumpyEngine:
     """A fresh engine of the run, or of another kind with the very weights the torch one draws."""
     kind = run.engine if kind is None else kind
+    kind = "torch" if kind == "auto" else kind
     made = SINGLE[kind].fresh(run.model, run.train)
     made.load_weights(TorchEngine.fresh(run.model, run.train).weights())
     return made

@@ -381,7 +381,7 @@ class RunSpec:
     model: ModelSpec
     task: Task
     train: TrainSpec = TrainSpec()
-    engine: EngineName = "torch"
+    engine: EngineName = "auto"
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:

@@ -44,6 +44,11 @@ class Sums(NamedTuple):
     balance_term: float
 
 
+def _unwarned() -> np.errstate:
+    """Return a context without NumPy's warnings: the result says that a step is not finite."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
 class NumpyEngine(AtOnce):
     """A by-hand model with its optimizer."""
 
@@ -95,7 +100,7 @@ class NumpyEngine(AtOnce):
         )
 
     def step(self, batches: Sequence[Batch], *, lr: float, seed: int) -> StepResult:
-        with self._threads():
+        with self._threads(), _unwarned():
             sums = self.gradients(batches, seed=seed)
             size = self.model.table.global_norm(self.model.grad_vector)
             applied = math.isfinite(sums.loss + sums.balance_term) and math.isfinite(size)
@@ -146,7 +151,7 @@ class NumpyEngine(AtOnce):
 
     def logits(self, batch: Batch) -> Arrays:
         source = batch.source
-        with self._threads():
+        with self._threads(), _unwarned():
             return self.model.forward(
                 batch.tokens,
                 valid_BT=None if batch.valid.all() else batch.valid,

@@ -215,8 +215,9 @@ def test_without_ray_or_optuna_the_extra_is_named(monkeypatch, tmp_path):
         run(tmp_path, jobs=None, ray="local")
 
 
-def test_a_stack_ranks_as_runs_alone_do(done, tmp_path):
+def test_a_stack_ranks_as_runs_alone_do(tmp_path):
     """Trained as one: the same ranking up to rounding, and folders that every command takes."""
+    done = run(tmp_path, name="alone", baseline="lr=1e-3", extra=["engine=torch"])
     stacked = run(tmp_path, baseline="lr=1e-3", jobs=None, stack=True)
     for ours, theirs in zip(stacked.ranking.rows, done.ranking.rows, strict=True):
         assert ours.name == theirs.name

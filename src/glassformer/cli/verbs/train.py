@@ -78,7 +78,10 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Short for train.steps=N.")] = None,
     seed: Seed = None,
-    engine: Annotated[str | None, typer.Option(help="auto, torch, native or numpy.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="auto (native on a CPU where it can), torch, native or numpy."),
+    ] = None,
     device: Device = "cpu",
     threads: Threads = None,
     nproc: Nproc = None,

@@ -87,7 +87,7 @@ def assemble(
     processes = 1 if peers is None else peers.ranks.size
     spec = settled(plan.spec, device=device, processes=processes)
     why: list[str] = []
-    if plan.spec.engine == "auto" and spec.engine == "torch":
+    if plan.spec.engine == "auto" and spec.engine == "torch" and device == "cpu" and peers is None:
         lack = native_lacks(plan.spec, device=device, processes=processes)
         why = [f"trained by torch: {lack}"]
     if spec.tuning is None:
@@ -110,7 +110,7 @@ def assemble(
         task = in_turn(peers, lambda: built(spec.task, cache=cache))
     check_fit(spec.model, task, has_base=True)
     check_tokens(task, base.speech.tokenizer, where=spec.tuning.base)
-    notes = [*task.notes(), trainable(spec.model, spec.tuning), *why]
+    notes = [*task.notes(), *why, trainable(spec.model, spec.tuning)]
     engine = _tuned_engine(spec, base, device=device, peers=peers)
     return Parts(task=task, engine=engine, files=base.files, notes=notes)
 
