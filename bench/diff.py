@@ -11,7 +11,7 @@ import copy
 import random
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from bench.clock import Row, said
 from glassformer.checks.diff import Difference, diff
 from glassformer.checks.preset_subjects import perturb
 from glassformer.models.model import build
+from glassformer.nn.operations import TORCH, use
 from glassformer.spec import presets
 
 COUNT = 200
@@ -239,19 +240,14 @@ def rotation(model: nn.Module, parts: Parts, layer: int, draw: random.Random) ->
 
     name = parts.attention.format(layer)
     part = model.get_submodule(name)
-    plain = part.forward
     if parts is OURS:
         if not model.rotary:
             return None
-        import glassformer.nn.attention as module
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(module, "rotate", lambda x, c, s: halves(x, c, s)):
-                return plain(*args, **kwargs)
+        use(part, replace(TORCH, rotate=halves))
     elif parts is LLAMA:
         import sys
 
-        module = sys.modules[type(part).__module__]  # type: ignore[assignment]
+        plain, module = part.forward, sys.modules[type(part).__module__]
 
         def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Any:
             cos, sin = (t[:, None, :, : t.shape[-1] // 2] for t in (cos, sin))
@@ -260,9 +256,10 @@ def rotation(model: nn.Module, parts: Parts, layer: int, draw: random.Random) ->
         def forward(*args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(module, "apply_rotary_pos_emb", both):
                 return plain(*args, **kwargs)
+
+        part.forward = forward  # type: ignore[method-assign]
     else:
         return None
-    part.forward = forward  # type: ignore[method-assign]
     return name, "rotation"
 
 
@@ -271,15 +268,10 @@ def activation(model: nn.Module, parts: Parts, layer: int, draw: random.Random) 
     act = draw.choice((F.relu, lambda x: F.gelu(x, approximate="tanh"), torch.sigmoid))
     part: Any = model.get_submodule(parts.ffn.format(layer))
     if parts is OURS:
-        import glassformer.nn.ffn as module
-
-        plain = part.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(module, "activate", lambda x, _: act(x)):
-                return plain(*args, **kwargs)
-
-        part.forward = forward
+        use(
+            part,
+            replace(TORCH, activate=lambda x, _: act(x), gate=lambda gate, up, _: act(gate) * up),
+        )
     else:
         name = "act_fn" if hasattr(part, "act_fn") else "act"
         changed = nn.Module()
