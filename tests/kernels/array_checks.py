@@ -82,6 +82,7 @@ def attention_of_arrays() -> None:
         drop = training.drop_of(0.3, rng)
         attention_of(B, N, K, T, S, H)
         attention_of(B, N, K, T, S, H, causal=T == S, bias=bias, softcap=2.5, drop=drop)
+        attention_of(B, N, K, T, S, H, allow=allow)  # without sinks, its sum is 0
         attention_of(B, N, K, T, S, H, allow=allow, sinks=sinks)
         if case == 0:
             attention_of(

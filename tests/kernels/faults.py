@@ -66,7 +66,7 @@ FAULTS = (
     Fault("every row drops alike", "train_parts.h", "NAME(kept)(&sum->drop, (uint32_t)(m * D + i))", "NAME(kept)(&sum->drop, (uint32_t)i)", "dropouts_of_arrays"),
     Fault("arrays turn forward only", "train_parts.h", "if (turn->back) s = -s;", "if (0) s = -s;", "rotations_of_arrays"),
     Fault("a smoothed loss of arrays is plain", "train_parts.h", "loss->smoothing * (lse - mean / (float)V)) * weight;", "0 * (lse - mean / (float)V)) * weight;", "losses_of_arrays"),
-    Fault("decay of the first slice everywhere", "train_parts.h", ".decay = tensor->decay", ".decay = update->tensors[0].decay", "updates_of_arrays"),
+    Fault("decay of the first slice everywhere", "train_parts.h", "adam->lr * adam->decay", "adam->lr * 0.1", "updates_of_arrays"),
     Fault("pieces of columns depend on the threads", "train.c", "share(variants, columns, pieces, NORM_ROWS * D, columns->threads);", "variants[glass_variant()](columns, 0, columns->threads > 1 ? pieces - 1 : pieces);", "threads_change_no_bit_of_arrays"),
     Fault("a sum's gradient is its norm's alone", "train_parts.h", "if (norm->more) d +=", "if (!norm->x) d +=", "norms_of_arrays"),
     Fault("a row of an embedding is written, not added", "train.c", "to[i] += from[i] * added->scale", "to[i] = from[i] * added->scale", "sums_of_arrays"),
