@@ -18,7 +18,6 @@ from transformers import (
 
 from glassformer.adapters.folder.lora import (
     CONFIG,
-    TENSORS,
     load_adapter,
     module_names,
     peft_files,
@@ -26,6 +25,7 @@ from glassformer.adapters.folder.lora import (
     save_adapter,
 )
 from glassformer.adapters.load import adapt, load, save
+from glassformer.adapters.opening import FACTORS
 from glassformer.models.weights import weights_of
 from glassformer.nn.lora import apply_lora, lora_parameters, merge
 from glassformer.spec import presets
@@ -212,18 +212,18 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     folder, spec = written(tmp_path / "a"), presets.qwen(n_layers=1)
     with pytest.raises(FileError, match="corrects nothing that this model has"):
         read_peft(folder, tiny())
-    names = list(read_header(folder / TENSORS))
+    names = list(read_header(folder / FACTORS))
     whole = read_peft(folder, spec)[1]
-    (folder / TENSORS).write_bytes(tensor_bytes({names[0]: next(iter(whole.values()))}))
+    (folder / FACTORS).write_bytes(tensor_bytes({names[0]: next(iter(whole.values()))}))
     with pytest.raises(FileError, match=r"missing|misshapen"):
         read_peft(folder, spec)
-    (folder / TENSORS).write_bytes(b"not tensors")
+    (folder / FACTORS).write_bytes(b"not tensors")
     with pytest.raises(FileError):
         read_peft(folder, spec)
-    (folder / TENSORS).unlink()
+    (folder / FACTORS).unlink()
     with pytest.raises(FileError):
         read_peft(folder, spec)
-    (folder / TENSORS).write_bytes(b"")
+    (folder / FACTORS).write_bytes(b"")
     (folder / CONFIG).write_text("{")
     with pytest.raises(FileError, match="not JSON"):
         read_peft(folder, spec)
@@ -236,10 +236,10 @@ def test_nothing_is_lost_or_overwritten(tmp_path):
     model = build(spec)
     apply_lora(model, lora)
     save_adapter(model, lora, tmp_path / "a")
-    before = (tmp_path / "a" / TENSORS).read_bytes()
+    before = (tmp_path / "a" / FACTORS).read_bytes()
     with pytest.raises(InputError, match="exists"):
         save_adapter(model, lora, tmp_path / "a")
-    assert (tmp_path / "a" / TENSORS).read_bytes() == before
+    assert (tmp_path / "a" / FACTORS).read_bytes() == before
     with pytest.raises(InputError, match="merge LoRA"):
         save(model, tmp_path / "b")
     merge(model)

@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "mean over rows instead of over what counts",
-        mutate("byhand.loss:_rows_that_count", Call("sum"), to="float(len(weights_M))"),
+        mutate("byhand.loss:rows_that_count", Call("sum"), to="float(len(weights_M))"),
         "model core",
     ),
     Fault(
