@@ -143,7 +143,9 @@ def run(tmp_path_factory):
     """A model of two states that the last symbol decides: seconds of training."""
     folder = tmp_path_factory.mktemp("runs")
     ((name, overrides),) = bench_extract.QUICK.values()
-    gf.train(name, name="last-b", runs=folder, overrides=[*overrides, "model.d_model=16", "engine=torch"])
+    gf.train(
+        name, name="last-b", runs=folder, overrides=[*overrides, "model.d_model=16", "engine=torch"]
+    )
     return folder / "last-b"
 
 
