@@ -69,6 +69,7 @@ figures: $(STAMP)
 	$(BIN)/glass verify --deep
 	$(BIN)/python -m bench layer
 	$(BIN)/python -m bench byhand
+	$(BIN)/python -m bench engines
 	$(BIN)/python -m bench loop
 	$(BIN)/python -m bench stacked
 	$(BIN)/python -m bench training
