@@ -27,7 +27,7 @@ from tests.lab.runs import assert_same, outcome, resumed, sample, trained
 from tests.training.samples import ENGINES
 
 LONG = ("task.examples=60", "task.max_length=4", "model.d_model=8", "train.checkpoint_every=5")
-STEPS = 160
+STEPS = 60
 
 
 class Child:
@@ -39,6 +39,7 @@ class Child:
         self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.number = os.fork()
         if self.number == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
             try:
                 typed = tuple(map(str, words))
                 code = _run(typed, folder, None, self.out.fileno(), self.err.fileno())
