@@ -1,4 +1,4 @@
-"""What decodes a model where nobody chooses: the native step on a CPU, recorded ones on a GPU.
+"""Choose a model's default stepper: the native step on a CPU, a recorded one on a GPU.
 
 Both read the weights past the model's modules, so a model with a hook, or with a part that they do
 not know, keeps the plain cached step, which runs the model itself.

@@ -93,7 +93,7 @@ def _linear_backward(step: Step, dout: Array, x_MI: Array, run: Run) -> Grads:
 
 
 class _NormCache(NamedTuple):
-    """What was normalised, and of each run of numbers the rate and, in LayerNorm, the mean."""
+    """A norm's cache: its normalised input, and each run's rate and, in LayerNorm, its mean."""
 
     x: Array
     rate_R: Array

@@ -1,4 +1,4 @@
-"""What stands before and after a head's projection: a sequence's row, scaled and capped logits.
+"""Operations before and after a head's projection: a sequence's row, scaled and capped logits.
 
 The projections themselves are `linear.py`'s.
 """

@@ -89,7 +89,7 @@ Backward = Callable[[Step, Array, Any, "Run"], Sequence[Array | None]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What computes one kind, forward and backward.
+    """An implementation of one kind of operation, forward and backward.
 
     `forward(step, inputs, run)` returns the output and a cache. Outputs and what a cache keeps come
     from `run.ws`, scratch too, between `mark` and `release`. With `step.over` the output is written
@@ -168,7 +168,7 @@ class Table:
 
 @dataclass(slots=True)
 class Setting:
-    """What an operation may prepare its constants from; equal ones are made once."""
+    """The settings from which an operation prepares its constants; equal ones are made once."""
 
     dtype: "np.dtype[Any]"
     max_seq_len: int

@@ -1,4 +1,4 @@
-"""What follows a backward: the gradient's norm, and the update of a piece of the parameters."""
+"""Optimizer updates: the gradient's norm, and the update of a piece of the parameters."""
 
 import math
 

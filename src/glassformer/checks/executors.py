@@ -93,7 +93,7 @@ EXECUTORS = (
     ),
     Executor(
         name="training step in torch",
-        default="glass train",
+        default="glass train engine=torch, and what the native engine lacks",
         code=("training.torch_engine", "training.losses"),
         precision="float32",
         rows={
@@ -106,7 +106,7 @@ EXECUTORS = (
     Executor(
         name="native training step",
         lacks=not_in_c,
-        default="glass train engine=native",
+        default="glass train",
         code=("byhand.c_table", "kernels.training", "kernels/train", "training.numpy_engine"),
         precision="float32",
         rows={

@@ -175,7 +175,7 @@ class _Body:
             yield FLOAT * norm.over  # 1 + weight
 
     def gate(self, op: Op, gate: Gate, written: Value) -> Iterator[int]:
-        """What the gate opens, the gate, and the gate opened."""
+        """A gated unit's input, its gate, and their product."""
         numbers = FLOAT * self.numbers(written)
         if gate.function == "sigmoid":  # of one number for a row
             self.keep(op.reads[1])
