@@ -54,6 +54,7 @@ GROUPED_EXPERTS, BALANCE = (
 )
 STEPS = "every decoding step = uncached"
 NATIVE = "native step = plain step"
+LOW_RANK = "native LoRA = plain torch with the sum in its weights"
 WIDE_STEPS = "every decoding step = uncached, float64"
 BATCHES = "a batch decodes as its rows, padded left or right"
 EVERYTHING = "top-k of everything = plain sampling"
@@ -132,6 +133,9 @@ FAULTS = (
     # by hand
     Fault("a hand-made gradient a little too large", mutate("byhand.linear:linear_products", Name("T"), to="{it} * 1.0001"), "by hand: gradients = central differences", "core"),
     Fault("a softmax's slope by hand a little too large", mutate("byhand.attention:softmax_backward", Assign("dx", nth=1), to="1.0001 * {it}"), "by hand: every gradient = autograd's", "core"),
+    # corrections of low rank in the native step
+    Fault("corrections at twice their scale", mutate("spec.program:_Writer.linear", Keyword("scale"), to="2 * {it}"), LOW_RANK, "core"),
+    Fault("a correction's gradient without its scale", mutate("byhand.c_table:_add_scaled_backward", Keyword("scale"), to="1.0"), LOW_RANK, "core"),
     # decoding
     Fault("cached values are not written", mutate("nn.cache:FixedCache.extend", Call("zip"), to="zip({args[0]}[:1], new, strict=False)"), DECODING, "core"),
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),

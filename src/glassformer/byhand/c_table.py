@@ -76,17 +76,18 @@ def _linear_backward(step: Step, dout: Array, x_MI: Array, run: Run) -> Grads:
     # forward: out = x @ W.T + b   =>   dx = dout @ W,  dW = dout.T @ x,  db = sum of dout's rows
     transposed, weight, dweight = step.kind.transposed, step.weights[0], step.grads[0]
     left, right = (x_MI.T, dout) if transposed else (dout.T, x_MI)
-    if step.adds[0]:
+    if dweight is not None and step.adds[0]:
         mark = run.ws.mark()
         made = np.matmul(left, right, out=run.ws.take(dweight.shape))
         c.add(dweight, made, out=dweight)
         run.ws.release(mark)
-    else:
+    elif dweight is not None:
         np.matmul(left, right, out=dweight)
-    if len(step.grads) > 1:
+    if len(step.grads) > 1 and step.grads[1] is not None:
         c.columns_sum(dout, out_D=step.grads[1])
     for columns, _, dbias in step.column_biases:
-        c.columns_sum(dout[:, columns], out_D=dbias)
+        if dbias is not None:
+            c.columns_sum(dout[:, columns], out_D=dbias)
     if not step.needs[0]:
         return (None,)
     return (np.matmul(dout, weight.T if transposed else weight, out=run.gradient(step, 0)),)

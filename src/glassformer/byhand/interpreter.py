@@ -50,7 +50,7 @@ class Plan:
     #: The number of each value.
     numbers: dict[str, int]
     taps: dict[int, list[Tap]]
-    #: Every weight's gradient, by name.
+    #: The gradient of every weight that trains, by name.
     grads: Mapping[str, Array]
     backwards: dict[tuple[str, ...], BackwardPlan] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class Plan:
                 dout = grads[step.writes[0]]
             found = step.operation.backward(step, dout, caches[step.number], run)
             for k, made in enumerate(found):
-                if made is None:
+                if made is None or not step.needs[k]:
                     continue
                 i = step.reads[k]
                 match step.sums[k]:
@@ -189,7 +189,7 @@ def plan(
             reads=tuple(numbers[name] for name in reads if name not in INPUTS),
             writes=tuple(numbers[one.writes] for one in group if one.writes is not None),
             weights=tuple(storage.views[name] for name in op.weights),
-            grads=tuple(grads[1][name] for name in op.weights),
+            grads=tuple(_slope(name, op, storage, grads[1], setting) for name in op.weights),
             names=op.weights,
             side=_side(op, made),
             keys=keys,
@@ -203,6 +203,23 @@ def plan(
         number += 1
     found = Plan(made, body, heads, numbers, taps, grads[1])
     _overwrite(found)
+    return found
+
+
+def _slope(
+    name: str, op: Op, storage: Storage, grads: Mapping[str, Array], setting: Setting
+) -> Array | None:
+    """Return where the gradient of a weight is written."""
+    if name in grads:
+        return grads[name]
+    if isinstance(op.kind, Linear):
+        return None
+    shape = storage.views[name].shape
+
+    def unread() -> Array:
+        return np.empty(shape, setting.dtype)
+
+    found: Array = setting.once(("unread", shape), unread)
     return found
 
 
@@ -225,16 +242,17 @@ def _groups(made: Program, storage: Storage) -> dict[int, list[Op]]:
     for name in (name for op in made.ops for name in op.weights):
         readers[name] = readers.get(name, 0) + 1
     found: dict[int, list[Op]] = {}
-    last: dict[str, list[Op]] = {}  # by the value that is read
+    last: dict[str, list[list[Op]]] = {}  # by the value that is read
     for op in made.ops:
         if op.kind != Linear() or op.layer is None or readers[op.weights[0]] > 1:
             continue
-        before = last.get(op.reads[0])
-        if before is not None and storage.follows(before[-1].weights[0], op.weights[0]):
-            before.append(op)
-            found[id(before[0])] = before
+        for before in last.setdefault(op.reads[0], []):
+            if storage.follows(before[-1].weights[0], op.weights[0]):
+                before.append(op)
+                found[id(before[0])] = before
+                break
         else:
-            last[op.reads[0]] = [op]
+            last[op.reads[0]].append([op])
     return found
 
 
@@ -254,15 +272,16 @@ def _join(
     names = [op.weights[0] for op in group]
     biases = [op.weights[1] for op in group if len(op.weights) > 1]
     step.names = (*names, *biases)
+    train = names[0] in storage.trained
     step.weights = (storage.joined(storage.vector, names),)
-    step.grads = (storage.joined(grads[0], names),)
+    step.grads = (storage.joined(grads[0], names) if train else None,)
     neighbours = all(storage.follows(a, b) for a, b in itertools.pairwise(biases))
     if biases and len(biases) == len(group) and neighbours:
         step.weights += (storage.joined(storage.vector, biases),)
-        step.grads += (storage.joined(grads[0], biases),)
+        step.grads += (storage.joined(grads[0], biases) if biases[0] in storage.trained else None,)
     else:
         step.column_biases = tuple(
-            (at, storage.views[op.weights[1]], grads[1][op.weights[1]])
+            (at, storage.views[op.weights[1]], grads[1].get(op.weights[1]))
             for at, op in zip(columns, group, strict=True)
             if len(op.weights) > 1
         )
@@ -327,7 +346,7 @@ class _Backward:
     def __init__(self, forward: Plan, heads: Collection[str]) -> None:
         self.plan = forward
         self.values = list(forward.program.values.values())
-        self.wanted = _wanted(forward.steps)
+        self.wanted = _wanted(forward.steps, forward.grads)
         self.homes = _homes(forward.steps)
         given = {forward.output(name) for name in heads}
         outside = _Buffer(Place(-1), None, {-1, *given})  # never alone: never written into
@@ -344,8 +363,10 @@ class _Backward:
         return BackwardPlan([step for step in made if step is not None], untouched)
 
     def _step(self, step: Step) -> Step | None:
-        """Return a step as it runs backward; None where no gradient arrives."""
-        if step.writes and not any(i in self.held for i in step.writes):
+        """Return a step as it runs backward; None where no gradient arrives or is needed."""
+        if step.writes and not any(i in self.held and i in self.wanted for i in step.writes):
+            for i in set(step.writes) & set(self.held):
+                self._used(i)
             return None
         changed: dict[str, Any] = {"adds": tuple(name in self.written for name in step.names)}
         self.written |= set(step.names)
@@ -383,8 +404,10 @@ class _Backward:
     def _gradient(self, step: Step, k: int, dout: _Buffer | None, own: bool) -> tuple[Sum, Place]:
         """Plan where the gradient of one input is written, and how it joins what is there."""
         operation, i, nowhere = step.operation, step.reads[k], Place(-1)
-        if i not in self.wanted or not step.writes:
+        if not step.writes:
             return "first", nowhere
+        if i not in self.wanted:
+            return "first", self._new(i, temporary=True).place
         there = self.held.get(i)
         alone = there is not None and there.holders == {i}
         if there is not None and not alone:
@@ -443,11 +466,11 @@ class _Backward:
         return self.count - 1
 
 
-def _wanted(steps: Sequence[Step]) -> set[int]:
-    """Return the values whose gradient reaches a weight."""
+def _wanted(steps: Sequence[Step], grads: Collection[str]) -> set[int]:
+    """Return the values whose gradient reaches a weight that trains."""
     found: set[int] = set()
     for step in steps:
-        if step.weights or found & set(step.reads):
+        if any(name in grads for name in step.names) or found & set(step.reads):
             found |= set(step.writes)
     return found
 

@@ -210,6 +210,6 @@ def penalty(
     for name, u_VR in params.items():
         if l1 and name.endswith("embed.u"):
             total += l1_penalty(u_VR, l1=l1)
-            if grads is not None:
+            if grads is not None and name in grads:
                 l1_penalty(u_VR, l1=l1 * scale, du_VR=grads[name])
     return total

@@ -5,7 +5,7 @@ Results of `forward` and `hidden` belong to the caller. What `record` and `loss_
 is in the model's workspace and valid until the next call of either.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,10 @@ from glassformer.byhand.storage import Storage
 from glassformer.byhand.table import Past, Rows, Run, Table
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.manifest import check_fits
+from glassformer.spec.manifest import check_fits, manifest
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.program import program
+from glassformer.spec.train import LoRA, lora_manifest
 
 # B batch, T target length, S source length, D d_model, V logits
 
@@ -37,7 +38,8 @@ class Model:
     """embed -> blocks -> final norm -> heads, with an encoder before it if the spec has one.
 
     `params` and `grads` are dicts by manifest name; tied parameters appear under their owner.
-    `table` has the operations that compute.
+    `table` has the operations that compute. Only what `trained` names has gradients, by default
+    everything, and with `lora` its factors, which `params` may leave to be initialised.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Model:
         rng: np.random.Generator | None = None,
         dtype: "np.dtype[Any] | type[Any]" = np.float64,
         table: Table = NUMPY,
+        lora: LoRA | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
-        self.spec = model
+        self.spec, self.lora = model, lora
         self.dtype = np.dtype(dtype)
         if self.dtype not in (np.float32, np.float64):
             raise InputError(
@@ -63,11 +67,18 @@ class Model:
                 hint="engine=torch",
             )
         check_fits(model, bytes_each=2 * self.dtype.itemsize)  # with its gradients
-        self.storage = Storage(model, self.dtype)
+        factors = {} if lora is None else lora_manifest(model, lora)
+        if lora is not None and trained is None:
+            trained = factors
+        # A before B: those of one input are neighbours, and one product
+        ordered = sorted(factors.values(), key=lambda one: ".lora_B." in one.name)
+        self.storage = Storage([*manifest(model), *ordered], self.dtype, trained=trained)
+        fresh: set[str] = set(self.storage.owners if params is None else factors)
         if params is not None:
-            self.storage.load(params)
-        else:
-            self.storage.draw(np.random.default_rng() if rng is None else rng)
+            fresh -= set(params)
+            self.storage.load(params, [name for name in self.storage.owners if name not in fresh])
+        rng = np.random.default_rng() if rng is None else rng
+        self.storage.draw(rng, [name for name in self.storage.owners if name in fresh])
         self.params = self.storage.views
         self.grad_vector, self.grads = self.storage.twin()
         self.table = table
@@ -81,7 +92,7 @@ class Model:
 
     def _planned(self, *, training: bool) -> Plan:
         return plan(
-            program(self.spec, training=training),
+            program(self.spec, training=training, lora=self.lora),
             table=self.table,
             storage=self.storage,
             grads=(self.grad_vector, self.grads),

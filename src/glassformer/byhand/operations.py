@@ -95,7 +95,8 @@ def _zeroed(step: Step, k: int) -> Array:
     """Return the gradient of a weight to add to, zeros at first."""
     if not step.adds[k]:
         step.grads[k].fill(0.0)
-    return step.grads[k]
+    found: Array = step.grads[k]
+    return found
 
 
 # --- rows by token, position, type ----------------------------------------------------------------
@@ -214,7 +215,9 @@ def _linear(step: Step, inputs: Sequence[Array], run: Run) -> Made:
 
 def _linear_backward(step: Step, dout: Array, cache: LinearCache, run: Run) -> Grads:
     dx, dweight = run.gradient(step, 0), step.grads[0]
-    if step.adds[0] or step.kind.transposed:
+    if dweight is None:
+        np.matmul(dout, cache.weight_OI, out=dx)
+    elif step.adds[0] or step.kind.transposed:
         mark = run.ws.mark()
         room = run.ws.take(cache.weight_OI.shape)
         linear_products(dout, cache, dx=dx, dweight_OI=room)
@@ -226,10 +229,11 @@ def _linear_backward(step: Step, dout: Array, cache: LinearCache, run: Run) -> G
         run.ws.release(mark)
     else:
         linear_products(dout, cache, dx=dx, dweight_OI=dweight)
-    if len(step.grads) > 1:
+    if len(step.grads) > 1 and step.grads[1] is not None:
         sum_rows(dout, out=step.grads[1])
     for columns, _, dbias in step.column_biases:
-        sum_rows(dout[:, columns], out=dbias)
+        if dbias is not None:
+            sum_rows(dout[:, columns], out=dbias)
     return (dx,)
 
 

@@ -45,7 +45,8 @@ class Slot(NamedTuple):
 
 def slots_of(model: Model) -> list[Slot]:
     """Split a model's vector in two slots: with and without weight decay."""
-    cut, vector, grad = model.storage.n_decayed, model.storage.vector, model.grad_vector
+    cut, grad = model.storage.n_decayed, model.grad_vector
+    vector = model.storage.vector[: len(grad)]
     return [Slot(vector[:cut], grad[:cut], True), Slot(vector[cut:], grad[cut:], False)]
 
 
@@ -109,7 +110,7 @@ class Optimizer(ABC):
             raise InputError("only the optimizer of a model has names for its state")
         storage = self.model.storage
         for kind, (decayed, rest) in self.state.items():
-            for name, parameter in storage.owners.items():
+            for name, parameter in storage.trained.items():
                 start = storage.start[name]
                 held = decayed[start:] if parameter.decay else rest[start - storage.n_decayed :]
                 yield kind, name, held[: parameter.size].reshape(parameter.shape)

@@ -1,10 +1,11 @@
 """All parameters in one vector, all gradients in another, and names that are views into both.
 
 Parameters with weight decay come first, so that an optimizer updates everything in a few
-vector operations. q, k and v of one attention are neighbours, so their joined matrix is a view too.
+vector operations; what does not train comes last and has no gradient. q, k and v of one attention
+are neighbours, so their joined matrix is a view too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
@@ -12,53 +13,72 @@ import numpy as np
 from glassformer.byhand.pass_context import Array
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import Constant, Gaussian, Rule, Uniform
-from glassformer.spec.manifest import Parameter, manifest
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.manifest import Parameter
 
 
 class Storage:
-    """`vector` holds every parameter that owns its numbers; `views` are its parts by name."""
+    """`vector` holds every parameter that owns its numbers; `views` are its parts by name.
 
-    def __init__(self, spec: ModelSpec, dtype: "np.dtype[Any]") -> None:
-        every = manifest(spec)
+    `trained` are the names of those that train, by default all.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[Parameter],
+        dtype: "np.dtype[Any]",
+        *,
+        trained: Collection[str] | None = None,
+    ) -> None:
         own = [p for p in every if p.tied_to is None]
         self.owners: dict[str, Parameter] = {p.name: p for p in own}
-        ordered = sorted(own, key=lambda p: not p.decay)  # stable: the manifest's order within both
+        for name in trained or ():
+            if name not in self.owners:
+                raise InputError(f"no parameter '{name}'", hint=nearest(name, self.owners))
+        train = {p.name for p in own if trained is None or p.name in trained}
+        # stable: the manifest's order within each
+        ordered = sorted(own, key=lambda p: (p.name not in train, not p.decay))
+        self.trained: dict[str, Parameter] = {p.name: p for p in own if p.name in train}
         self.start: dict[str, int] = {}
         total = 0
         for parameter in ordered:
             self.start[parameter.name] = total
             total += parameter.size
-        #: Entries before this one decay.
-        self.n_decayed = sum(p.size for p in own if p.decay)
+        #: Entries before these decay, and train.
+        self.n_decayed = sum(p.size for p in self.trained.values() if p.decay)
+        self.n_trained = sum(p.size for p in self.trained.values())
         self.vector = np.zeros(total, dtype)
-        self.views = self._views(self.vector)
+        self.views = self._views(self.vector, self.owners)
         #: Every manifest name, tied ones too, to the name that owns the numbers.
         self.owner_of = {p.name: p.tied_to or p.name for p in every}
 
-    def _views(self, vector: Array) -> dict[str, Array]:
+    def _views(self, vector: Array, which: Mapping[str, Parameter]) -> dict[str, Array]:
         views = {}
-        for name, parameter in self.owners.items():
+        for name, parameter in which.items():
             start = self.start[name]
             views[name] = vector[start : start + parameter.size].reshape(parameter.shape)
         return views
 
     def twin(self) -> tuple[Array, dict[str, Array]]:
-        """Return a vector of zeros of the same layout, and its views: for gradients or moments."""
-        vector = np.zeros_like(self.vector)
-        return vector, self._views(vector)
+        """Return a vector of zeros for what trains, and its views: gradients or moments."""
+        vector = np.zeros(self.n_trained, self.vector.dtype)
+        return vector, self._views(vector, self.trained)
 
-    def draw(self, rng: np.random.Generator) -> None:
-        """Initialise by the manifest's rules, in the manifest's order."""
-        for name, parameter in self.owners.items():
-            fill(self.views[name], rule=parameter.init, rng=rng)
+    def draw(self, rng: np.random.Generator, names: Iterable[str] | None = None) -> None:
+        """Initialise these, or all, by the manifest's rules, in the manifest's order."""
+        for name in self.owners if names is None else names:
+            fill(self.views[name], rule=self.owners[name].init, rng=rng)
 
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Copy arrays in; a missing, unexpected or misshapen one is an error that names it."""
+    def load(self, arrays: Mapping[str, Array], names: Collection[str] | None = None) -> None:
+        """Copy these parameters in, or all.
+
+        A missing, unexpected or misshapen one is an error that names it.
+        """
+        wanted = self.owners if names is None else names
         for name in arrays:
-            if name not in self.owner_of:
-                raise InputError(f"no parameter '{name}'", hint=nearest(name, self.owners))
-        for name, view in self.views.items():
+            if self.owner_of.get(name) not in wanted:
+                raise InputError(f"no parameter '{name}'", hint=nearest(name, wanted))
+        for name in wanted:
+            view = self.views[name]
             if name not in arrays:
                 raise InputError(
                     f"parameter '{name}' is missing", hint=f"it has shape {view.shape}"
@@ -73,7 +93,8 @@ class Storage:
         """Return whether a parameter stands right after another, row by row."""
         first, second = self.owners[before], self.owners[name]
         neighbours = self.start[before] + first.size == self.start[name]
-        return neighbours and first.shape[1:] == second.shape[1:]
+        alike = (before in self.trained) == (name in self.trained)
+        return neighbours and alike and first.shape[1:] == second.shape[1:]
 
     def joined(self, vector: Array, names: Sequence[str]) -> Array:
         """Return neighbours as one array: their rows, one after the other."""

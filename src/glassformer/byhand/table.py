@@ -53,9 +53,10 @@ class Step:
     number: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    #: The op's weights and their gradients: views of the model's vectors.
+    #: The op's weights and their gradients: views of the model's vectors. Of a weight that does not
+    #: train an array that nobody reads, or in a `Linear`, which saves a product, None.
     weights: tuple[Array, ...]
-    grads: tuple[Array, ...]
+    grads: tuple[Any, ...]
     names: tuple[str, ...]
     #: "source" for the rows of an encoder and what is projected from them, else "target".
     side: str
@@ -67,7 +68,7 @@ class Step:
     over: int = -1
     columns: tuple[slice, ...] = ()
     #: Biases of a joined step that has them for some of its columns only: columns, bias, gradient.
-    column_biases: tuple[tuple[slice, Array, Array], ...] = ()
+    column_biases: tuple[tuple[slice, Array, Array | None], ...] = ()
     # --- backward
     #: True where nothing else reads the output's gradient: it may be overwritten.
     own: bool = False
@@ -95,8 +96,8 @@ class Operation:
     from `run.ws`, scratch too, between `mark` and `release`. With `step.over` the output is written
     into that input's own memory and is that array.
 
-    `backward(step, dout, cache, run)` returns the gradient of each of `step.reads`, or None where
-    `step.needs` has False. It is written to `run.gradient(step, k)`; it may be `dout` itself,
+    `backward(step, dout, cache, run)` returns the gradient of each of `step.reads`; None is enough
+    where `step.needs` has False. It is written to `run.gradient(step, k)`; it may be `dout` itself,
     unchanged, for the inputs that `same` names. With `inplace` the gradient of the first input is
     written into `dout` where `step.own` allows it. With `into` it adds to `run.total(step, 0)` and
     returns that. Gradients of weights are written to `step.grads`, or added where `step.adds` says.

@@ -190,6 +190,12 @@ OWN_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "native LoRA = plain torch with the sum in its weights",
+        "training",
+        training_step.native_lora_is_plain,
+        of="ours",
+    ),
+    SubjectCheck(
         "every way of decoding gives the same tokens",
         "decoding",
         decoding.every_way_is_greedy,

@@ -96,11 +96,11 @@ struct gate {
     int32_t threads, function;
 };
 
-/* y = x + scale drop(z): x or null; rows of z are z_row apart, 0: one for all. */
+/* y = x + scale drop(z): x or null; rows are so far apart, z_row 0: one for all. */
 struct sum {
     const float *x, *z;
     float *y;
-    int64_t rows, width, z_row;
+    int64_t rows, width, x_row, z_row, y_row;
     float scale;
     int32_t threads;
     struct drop drop;

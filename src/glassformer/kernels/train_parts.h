@@ -255,8 +255,8 @@ TARGET static void NAME(sum)(void *data, int64_t first, int64_t last) {
         for (int64_t i = 0; i < D; i += WIDTH) {
             lanes v = NAME(get)(sum->z + m * sum->z_row + i, D - i) * scale;
             if (sum->drop.limit) v *= NAME(kept)(&sum->drop, (uint32_t)(m * D + i));
-            if (sum->x) v += NAME(get)(sum->x + m * D + i, D - i);
-            NAME(put)(sum->y + m * D + i, v, D - i);
+            if (sum->x) v += NAME(get)(sum->x + m * sum->x_row + i, D - i);
+            NAME(put)(sum->y + m * sum->y_row + i, v, D - i);
         }
 }
 

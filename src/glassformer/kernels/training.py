@@ -143,7 +143,7 @@ class Sum(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in ("x", "z", "y")),
-        *((name, _WIDE) for name in ("rows", "width", "z_row")),
+        *((name, _WIDE) for name in ("rows", "width", "x_row", "z_row", "y_row")),
         ("scale", _FLOAT),
         ("threads", _NUMBER),
         *_DROP,
@@ -464,12 +464,13 @@ def _row(x: Array) -> int:
 def add(x: Array | None, z: Array, *, out: Array, scale: float = 1.0, drop: Drop = KEEP) -> None:
     """Write x + scale drop(z), or without x scale drop(z). z may be one row for all; out may be x.
 
-    So this is a residual sum, a bias, a dropout, and the backward of each.
+    So this is a residual sum, a bias, a dropout, and the backward of each. Tables may be columns of
+    wider ones.
     """
     rows, width = _rows(out)
-    z_row = width if z.size == out.size else 0
+    strides = 0 if x is None else _row(x), _row(z) if z.size == out.size else 0, _row(out)
     job = Sum(
-        *(_or_null(x), address(z), address(out), rows, width, z_row, scale, product_threads()),
+        *(_or_null(x), address(z), address(out), rows, width, *strides, scale, product_threads()),
         *drop,
     )
     c_library.library().glass_sum(ctypes.byref(job))

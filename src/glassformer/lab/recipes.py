@@ -458,6 +458,7 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
         )
     from glassformer.lab.finetune import check_trains, open_base  # imports torch
     from glassformer.models.weights import weights_hash
+    from glassformer.quant.contents import is_model_quantized
 
     base = open_base(path)
     low_rank = any(text.startswith("tuning.lora.") for text in given)
@@ -473,6 +474,7 @@ def plan_finetune(overrides: Iterable[str]) -> PlannedRun:
         tuning=Tuning(
             base=path, sha256=weights_hash(base.model), lora=LoRA() if low_rank else None
         ),
+        engine="torch" if is_model_quantized(base.model) else "auto",
     )
     named = ("tuning.base=", "task.path=")
     spec = override(spec, [text for text in given if not text.startswith(named)])

@@ -55,6 +55,7 @@ from glassformer.spec.position import (
     Sinusoidal,
     YarnScaling,
 )
+from glassformer.spec.train import LoRA, lora_targets
 
 # --- the kinds of operations ----------------------------------------------------------------------
 
@@ -330,17 +331,21 @@ class Program:
 # --- writing it -----------------------------------------------------------------------------------
 
 
-def program(model: ModelSpec, *, training: bool = False) -> Program:
-    """Return what the model computes; with `training`, what it drops as well."""
+def program(model: ModelSpec, *, training: bool = False, lora: LoRA | None = None) -> Program:
+    """Return what the model computes; with `training`, what it drops as well.
+
+    `lora` corrects projections: the corrections are operations like all others.
+    """
     check_tree(model)
-    return _Writer(model, training=training).written()
+    return _Writer(model, training=training, lora=lora).written()
 
 
 class _Writer:
     """Writes the operations of one model, in order."""
 
-    def __init__(self, model: ModelSpec, *, training: bool) -> None:
-        self.model, self.training = model, training
+    def __init__(self, model: ModelSpec, *, training: bool, lora: LoRA | None) -> None:
+        self.model, self.training, self.lora = model, training, lora
+        self.corrected = {} if lora is None else lora_targets(model, lora)
         self.ops: list[Op] = []
         self.values: dict[str, Value] = {}
         self.part, self.layer = "", None  # type: tuple[str, int | None]
@@ -584,13 +589,21 @@ class _Writer:
     def linear(self, at: str, x: str, *, width: int, bias: bool, to: str | None = None) -> str:
         """Write a projection; it writes the name of its weights, unless another is given."""
         names = (f"{at}.weight", *((f"{at}.bias",) if bias else ()))
-        return self.op(Linear(), x, to=to or at, width=width, weights=names)
+        if self.lora is None or at not in self.corrected:
+            return self.op(Linear(), x, to=to or at, width=width, weights=names)
+        # W x + b + (alpha / rank) B A drop(x)
+        lora, a, b = self.lora, f"{at}.lora_A", f"{at}.lora_B"
+        plain = self.op(Linear(), x, to=f"{at}.frozen", width=width, weights=names)
+        x = self.drop(x, lora.dropout, to=f"{at}.dropped")
+        low = self.op(Linear(), x, to=a, width=lora.rank, weights=(f"{a}.weight",))
+        high = self.op(Linear(), low, to=b, width=width, weights=(f"{b}.weight",))
+        return self.op(Add(scale=lora.scale), plain, high, to=to or at)
 
-    def drop(self, x: str, rate: float) -> str:
+    def drop(self, x: str, rate: float, *, to: str | None = None) -> str:
         """Write dropout, where a training step has it."""
         if not self.training or rate == 0.0:
             return x
-        return self.op(Drop(rate=rate), x, to=f"{x}.dropped")
+        return self.op(Drop(rate=rate), x, to=to or f"{x}.dropped")
 
     # --- attention
 

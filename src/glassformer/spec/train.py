@@ -389,15 +389,13 @@ class RunSpec:
         for weight in self.train.head_weights:
             self.model.head(weight.head)
         if self.engine in ("native", "numpy"):
-            for lack, hint in arrays_lack(self.train, self.tuning, native=self.engine == "native"):
+            for lack, hint in arrays_lack(self.train, native=self.engine == "native"):
                 raise InputError(lack, hint=hint)
         if isinstance(self.task, FinetuneTask) and self.tuning is None:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")
 
 
-def arrays_lack(
-    train: TrainSpec, tuning: Tuning | None, *, native: bool
-) -> Iterator[tuple[str, str]]:
+def arrays_lack(train: TrainSpec, *, native: bool) -> Iterator[tuple[str, str]]:
     """Yield what the engines without torch lack for a training, each with what to do."""
     none = f"the {'native' if native else 'NumPy'} engine has no"
     if native and train.precision == "float64":
@@ -417,8 +415,6 @@ def arrays_lack(
             assert_never(unreachable)
     if train.gradient_checkpointing:
         yield f"{none} gradient checkpointing", "engine=torch"
-    if tuning is not None and tuning.lora is not None:
-        yield f"{none} LoRA", "engine=torch, or no lora"
 
 
 def setting_for(word: str) -> str | None:

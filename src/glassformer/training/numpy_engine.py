@@ -5,7 +5,7 @@ the one in C it is `engine=native`, in float32.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, assert_never
 
@@ -23,7 +23,7 @@ from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
-from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec, arrays_lack
+from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, arrays_lack
 from glassformer.training.engine import (
     Array,
     Arrays,
@@ -57,7 +57,7 @@ class NumpyEngine(AtOnce):
         self.model = model
         self.train = train
         check_tree(train)
-        for lack, hint in arrays_lack(train, None, native=model.table is C):
+        for lack, hint in arrays_lack(train, native=model.table is C):
             raise InputError(lack, hint=hint)
         match train.optimizer:
             case SGD(momentum=momentum):
@@ -78,11 +78,23 @@ class NumpyEngine(AtOnce):
                 assert_never(unreachable)
 
     @classmethod
-    def fresh(cls, spec: ModelSpec, train: TrainSpec, *, table: Table = NUMPY) -> "NumpyEngine":
-        """Make a new model, initialised from the training's seed."""
+    def fresh(
+        cls,
+        spec: ModelSpec,
+        train: TrainSpec,
+        *,
+        table: Table = NUMPY,
+        base: Mapping[str, Array] | None = None,
+        lora: LoRA | None = None,
+    ) -> "NumpyEngine":
+        """Make a new model, initialised from the training's seed.
+
+        `base` are weights to start from. With `lora`, only its factors train, and `weights` and
+        `load_weights` are about them.
+        """
         dtype = np.float64 if train.precision == "float64" else np.float32
         rng = np.random.default_rng(train.seed)
-        return cls(Model(spec, rng=rng, dtype=dtype, table=table), train)
+        return cls(Model(spec, params=base, rng=rng, dtype=dtype, table=table, lora=lora), train)
 
     def _threads(self) -> AbstractContextManager[None]:
         """Return what gives NumPy's products the threads that the passes in C take."""
@@ -161,10 +173,15 @@ class NumpyEngine(AtOnce):
             )
 
     def weights(self) -> Arrays:
-        return {name: array.copy() for name, array in self.model.params.items()}
+        return {name: self.model.params[name].copy() for name in self._saved()}
 
     def load_weights(self, arrays: Mapping[str, Array]) -> None:
-        self.model.storage.load(arrays)
+        self.model.storage.load(arrays, self._saved())
+
+    def _saved(self) -> Collection[str]:
+        """Return the names of the weights that a checkpoint has."""
+        storage = self.model.storage
+        return storage.owners if self.model.lora is None else storage.trained
 
     def state(self) -> Arrays:
         arrays: Arrays = {"steps": np.array(self.optimizer.steps)}

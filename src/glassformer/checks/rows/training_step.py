@@ -25,10 +25,10 @@ from glassformer.models.model import Model, build
 from glassformer.models.weights import load_weights, weights_of
 from glassformer.nn.experts import BalanceLosses
 from glassformer.spec.block import Dropout
-from glassformer.spec.manifest import stored
+from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec, VectorHead
 from glassformer.spec.program import program
-from glassformer.spec.train import AdamW, TrainSpec
+from glassformer.spec.train import AdamW, LoRA, TrainSpec, lora_manifest, lora_targets
 from glassformer.training.engine import balance_shares, loss_weights, totals
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
@@ -45,6 +45,8 @@ RATE, CLIP, SMOOTHING = 3e-3, 0.7, 0.1
 UPDATE = 1e-3
 #: Numbers at either end of a parameter whose updates are followed.
 FOLLOWED = 20_000
+#: Rank of the corrections, where the projections are that wide.
+LOW_RANK = 3
 #: Tokens of the longest sequence, where the model has room for them.
 LONGEST = 70
 #: Tokens of a vocabulary at most: all of them would take gigabytes in float64.
@@ -114,13 +116,88 @@ def native_step_is_plain(subject: Subject) -> Measure:
     return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
 
 
-def _arrays(own: Model) -> Arrays:
+def native_lora_is_plain(subject: Subject) -> Measure:
+    """Low-rank corrections of every projection: plain torch has them in its weights, summed.
+
+    There, d loss / d W gives those of the factors of W + s B A by the chain rule: of B it is
+    s dW A^T, of A it is s B^T dW. Everything else is frozen: it moves by no bit.
+    """
+    own = with_fewer_tokens(shortened(subject.ours()))
+    spec = own.spec
+    if subject.quantized is not None:
+        raise NotOffered("the native engine corrects no quantized weights")
+    if any(isinstance(head, VectorHead) for head in spec.heads):
+        raise NotOffered("a vector has no loss")
+    found = [p for p in stored(spec).values() if p.kind == "matrix" and p.layer is not None]
+    rank = min(LOW_RANK, *(min(p.shape) for p in found))
+    lora = LoRA(rank=rank, alpha=2.5 * rank, targets=tuple(sorted({p.role for p in found})))
+    train = TrainSpec(
+        lr=RATE, clip=CLIP, label_smoothing=SMOOTHING, optimizer=AdamW(weight_decay=0.1)
+    )
+    if lacks := C.lacking(program(spec, training=True, lora=lora)):
+        raise NotOffered(f"the native engine has no {lacks[0]}")
+    rng, rules = np.random.default_rng(103), lora_manifest(spec, lora)
+    factors = {
+        name: rng.uniform(-1, 1, p.shape).astype(np.float32) / math.sqrt(p.shape[1])
+        for name, p in rules.items()
+    }
+    batches = step_batches(spec, seed=101)
+    wide, narrow = (
+        _factored(_copy(own, dtype), factors, lora, batches, train)
+        for dtype in (torch.float64, torch.float32)
+    )
+    engine = NumpyEngine(_arrays(own, factors, lora), train)
+    sums = engine.gradients(batches, seed=0)
+    total = torch.tensor(sums.loss + sums.balance_term, dtype=torch.float64)
+    worst = _compared({"loss": total}, {"loss": narrow.loss}, {"loss": wide.loss})
+    slopes = {name: torch.from_numpy(grad.copy()) for name, grad in engine.model.grads.items()}
+    worst = max(worst, _compared(slopes, narrow.gradients, wide.gradients))
+    trained = _ArrayWeights(engine)
+    frozen = {name: own.clone() for name, own in trained.own().items() if name not in rules}
+    worst = max(worst, _updates(trained, batches, train, rules=stored(spec) | rules))
+    for name, array in trained.own().items():
+        if name in frozen and not torch.equal(array, frozen[name]):
+            worst = max(worst, _Gap(float("inf"), float("inf"), 0.0, f"{name}, frozen, moved"))
+    size = f"{size_with(subject, own)}, {len(factors)} factors, {STEPS} updates"
+    return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+def _factored(
+    model: Model,
+    factors: Mapping[str, np.ndarray],
+    lora: LoRA,
+    batches: Sequence[Batch],
+    train: TrainSpec,
+) -> "_Plain":
+    """Return the loss of a model with its corrections summed in, and the factors' gradients."""
+    named = dict(model.named_parameters())
+    pairs = {
+        f"{at}.weight": (torch.from_numpy(a), torch.from_numpy(factors[f"{at}.lora_B.weight"]))
+        for at, a in ((n.removesuffix(".lora_A.weight"), a) for n, a in factors.items())
+        if at in lora_targets(model.spec, lora)
+    }
+    with torch.no_grad():
+        for name, (a, b) in pairs.items():
+            named[name].copy_(named[name].double() + lora.scale * b.double() @ a.double())
+    plain = _plain(model, batches, train)
+    gradients = {}
+    for name, (a, b) in pairs.items():
+        slope, at = plain.gradients[name] * lora.scale, name.removesuffix(".weight")
+        gradients[f"{at}.lora_A.weight"] = b.to(slope.dtype).T @ slope
+        gradients[f"{at}.lora_B.weight"] = slope @ a.to(slope.dtype).T
+    return _Plain(plain.loss, gradients)
+
+
+def _arrays(
+    own: Model, factors: Mapping[str, np.ndarray] | None = None, lora: LoRA | None = None
+) -> Arrays:
     """Return the model as arrays, with the table in C, nothing dropped."""
     weights = {name: array.astype(np.float32) for name, array in weights_of(own).items()}
+    weights |= factors or {}
     spec = replace(own.spec, decoder=replace(own.spec.decoder, dropout=Dropout()))
     if spec.encoder is not None:
         spec = replace(spec, encoder=replace(spec.encoder, dropout=Dropout()))
-    return Arrays(spec, params=weights, dtype=np.float32, table=C)
+    return Arrays(spec, params=weights, dtype=np.float32, table=C, lora=lora)
 
 
 class _Trained(Protocol):
@@ -307,12 +384,18 @@ def _compared(
     return worst
 
 
-def _updates(engine: _Trained, batches: Sequence[Batch], train: TrainSpec) -> _Gap:
+def _updates(
+    engine: _Trained,
+    batches: Sequence[Batch],
+    train: TrainSpec,
+    *,
+    rules: Mapping[str, Parameter] | None = None,
+) -> _Gap:
     """Return how far some steps take weights from the update's formula on the same gradients.
 
     Both ends of each parameter are followed: the formula is of each number alone.
     """
-    optimizer, rules = train.optimizer, stored(engine.spec)
+    optimizer, rules = train.optimizer, rules or stored(engine.spec)
     assert isinstance(optimizer, AdamW)
     own = engine.own()
     weights = {name: _ends(p.detach()) for name, p in own.items()}

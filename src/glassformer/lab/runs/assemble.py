@@ -123,7 +123,7 @@ def in_turn(peers: Peers | None, build: Callable[[], T]) -> T:
 def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = None) -> Engine:
     """Return the engine that the run names, with fresh weights."""
     if spec.engine in ("native", "numpy"):
-        return _array_engine(spec, device=device, peers=peers)
+        return _array_engine(spec, None, device=device, peers=peers)
     if peers is None:
         return TorchEngine.fresh(
             spec.model,
@@ -148,16 +148,19 @@ def build_engine(spec: RunSpec, *, device: str = "cpu", peers: Peers | None = No
     )
 
 
-def _array_engine(spec: RunSpec, *, device: str, peers: Peers | None) -> NumpyEngine:
+def _array_engine(
+    spec: RunSpec, base: Arrays | None, *, device: str, peers: Peers | None
+) -> NumpyEngine:
     """Return an engine without torch, or say why it cannot train this run."""
+    lora = None if spec.tuning is None else spec.tuning.lora
     if spec.engine == "numpy":
         if peers is not None:
             raise InputError("the NumPy engine trains in one process", hint="engine=torch")
-        return NumpyEngine.fresh(spec.model, spec.train)
+        return NumpyEngine.fresh(spec.model, spec.train, base=base, lora=lora)
     processes = 1 if peers is None else peers.ranks.size
     if lack := native_lacks(spec, device=device, processes=processes):
         raise InputError(lack, hint="engine=torch")
-    return NumpyEngine.fresh(spec.model, spec.train, table=C)
+    return NumpyEngine.fresh(spec.model, spec.train, table=C, base=base, lora=lora)
 
 
 def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None) -> Engine:
@@ -167,11 +170,11 @@ def _tuned_engine(spec: RunSpec, base: Base, *, device: str, peers: Peers | None
     check_trains(model, lora, where=spec.tuning.base)
     if peers is not None and is_model_quantized(model):
         raise InputError("a quantized base is tuned in one process", hint="a float base")
-    if spec.engine in ("native", "numpy"):
-        engine = _array_engine(spec, device=device, peers=peers)
-        engine.load_weights(weights_of(model.float()))
-        return engine
+    if spec.engine in ("native", "numpy") and is_model_quantized(model):
+        raise InputError("a quantized base is tuned by torch", hint="engine=torch")
     model = model.to(torch.float64 if spec.train.precision == "float64" else torch.float32)
+    if spec.engine in ("native", "numpy"):
+        return _array_engine(spec, weights_of(model), device=device, peers=peers)
     if lora is not None:
         apply_lora(model, lora, generator=torch.Generator().manual_seed(spec.train.seed))
     if peers is None:
