@@ -37,16 +37,13 @@ class Endpoint(Server):
     """`glass serve` of one small model, in a process of its own."""
 
     def __init__(self, folder: Path, *, queue: int = 256) -> None:
-        from glassformer.cli.verbs.serve import _serve
+        from glassformer.cli.verbs.serve import Server as Options
+        from glassformer.cli.verbs.serve import serve_models
         from glassformer.spec.decoding import StepSpec
 
         self.folder = folder
-        given: dict[str, Any] = dict.fromkeys(
-            ("api_key", "context", "max_tokens", "invariant", "threads")
-        )
-        given |= {"port": 0, "host": HOST, "allow_hosts": (), "slots": 8, "queue": queue}
-        given |= {"timeout": 120.0, "device": "cpu", "step": StepSpec(), "backend": "native"}
-        text = self.start(lambda: _serve({"m": str(folder)}, **given))
+        given = Options(port=0, host=HOST, queue=queue, timeout=120.0)
+        text = self.start(lambda: serve_models({"m": str(folder)}, given, step=StepSpec()))
         self.port = int(text.rstrip().removesuffix("/v1").rpartition(":")[2])
 
     def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:

@@ -67,10 +67,11 @@ class Server:
     port: int
 
     def __init__(self, runs: Path) -> None:
+        from glassformer.cli.verbs.explore import Server as Options
         from glassformer.cli.verbs.explore import serve
 
-        given = {"allow_remote": False, "open_browser": False, "device": "cpu"}
-        text = self.start(lambda: serve(runs, port=0, host=HOST, **given))
+        given = Options(port=0, host=HOST, opens=False)
+        text = self.start(lambda: serve(runs, given))
         found = re.search(r"http://[^:]+:(\d+)/[^\s]*?([\w-]{16,})", text)
         assert found is not None, text
         self.port, self.token = int(found[1]), found[2]

@@ -80,13 +80,13 @@ def test_the_systems_words_come_first(folder):
 
 
 def test_the_folders_settings_are_used_unless_others_are_given(folder):
-    conversation = generate.open_conversation(folder, {}, template_options=[])
+    conversation = generate.open_conversation(folder, {}, generate.Opening())
     spec = conversation.spec
     assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
     assert spec.eos == (312, 310)
     assert spec.forbidden == tuple(range(313, 320))
     given = {"temperature": 0.0, "max_new_tokens": 5, "stop": ("x",)}
-    spec = generate.open_conversation(folder, given, template_options=[]).spec
+    spec = generate.open_conversation(folder, given, generate.Opening()).spec
     assert (spec.temperature, spec.top_p, spec.max_new_tokens) == (0.0, 0.9, 5)
     assert spec.stop == ("x",)
     drawn = [answers(folder, "--seed", str(seed), lines=["the cat"]) for seed in (1, 1, 2)]
@@ -107,7 +107,7 @@ def test_a_plain_prompt_ends_at_any_end_and_meets_no_nameless_id(folder):
 
 def test_options_reach_the_template(folder):
     options = ["enable_thinking=false", "name=Ada"]
-    talk = generate.open_conversation(folder, {}, template_options=options)
+    talk = generate.open_conversation(folder, {}, generate.Opening(chat_option=options))
     assert talk.options == {"enable_thinking": False, "name": "Ada"}
 
 
@@ -127,7 +127,7 @@ def test_a_chat_without_torch_says_what_one_with_it_says(which, drawn, request, 
 
 def test_a_cache_that_there_is_not_is_refused_by_name(folder):
     with pytest.raises(InputError, match="is not one of float, int8"):
-        generate.open_conversation(folder, {"kv_cache": "int9"}, template_options=[])
+        generate.open_conversation(folder, {"kv_cache": "int9"}, generate.Opening())
 
 
 def test_in_python_a_model_chats_and_streams(folder):
@@ -223,7 +223,7 @@ class Typed(io.StringIO):
 
 def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, capsys):
     talk = generate.open_conversation(
-        folder, {"temperature": 0.0, "max_new_tokens": 4}, template_options=[]
+        folder, {"temperature": 0.0, "max_new_tokens": 4}, generate.Opening()
     )
     typed = Typed("/nothing\n", KeyboardInterrupt(), "the cat\n")
     monkeypatch.setattr(sys, "stdin", typed)
@@ -237,7 +237,7 @@ def test_errors_at_a_terminal_do_not_end_the_conversation(folder, monkeypatch, c
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
     talk = generate.open_conversation(
-        folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
+        folder, {"temperature": 0.0, "max_new_tokens": 40}, generate.Opening()
     )
     before = signal.getsignal(signal.SIGINT)
     heard = 0
@@ -253,7 +253,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(folder, capsys):
 
 def test_a_second_ctrl_c_is_not_held_back(folder):
     talk = generate.open_conversation(
-        folder, {"temperature": 0.0, "max_new_tokens": 40}, template_options=[]
+        folder, {"temperature": 0.0, "max_new_tokens": 40}, generate.Opening()
     )
 
     def twice():

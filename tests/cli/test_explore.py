@@ -152,7 +152,7 @@ def test_a_remote_address_is_warned_of(tmp_path: Path) -> None:
         (["book.txt"], "neither a folder"),
         (["pickled"], "neither a run.json nor .safetensors"),
         (["--host", "a..b", "--allow-remote", "--port", "0"], "no name of a machine"),
-        (["--port", "70000"], "no port"),
+        (["--port", "70000"], "above 65535"),
         (["--host", "0.0.0.0"], "other machines"),
         (["--host", "no.such.host.invalid", "--allow-remote", "--port", "0"], "cannot listen"),
         (["--host", "192.0.2.1", "--allow-remote", "--port", "0"], "cannot listen"),

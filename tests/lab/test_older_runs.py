@@ -15,7 +15,7 @@ import torch
 
 import glassformer as gf
 from glassformer.adapters.load import load
-from glassformer.cli.verbs.train import run_training
+from glassformer.cli.verbs.train import Beginning, Machine, run_training
 from glassformer.quant.contents import quantization_report
 from glassformer.quant.convert import use_backend
 
@@ -53,17 +53,9 @@ def test_it_evaluates_to_what_was_recorded(run):
 def test_it_resumes_to_the_same_losses(run):
     before = lines(run)
     shutil.rmtree(run / "checkpoints" / "step-000008")
-    code = run_training(
-        "digits",
-        [],
-        name="digits",
-        runs=run.parent,
-        device="cpu",
-        threads=1,
-        resume=True,
-        overwrite=False,
-        as_json=True,
-    )
+    beginning = Beginning(name="digits", resume=True)
+    machine = Machine(runs=str(run.parent), threads=1, as_json=True)
+    code = run_training("digits", [], beginning, machine)
     assert code == 0
     for now, then in zip(lines(run), before, strict=True):
         assert now == pytest.approx(then, rel=1e-5)

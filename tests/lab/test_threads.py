@@ -93,14 +93,14 @@ RESUMED = """
 import io, json, sys, contextlib
 from pathlib import Path
 import torch
-from glassformer.cli.verbs.train import run_training
+from glassformer.cli.verbs.train import Beginning, Machine, run_training
 
 def go(*, steps, name, resume=False, threads=None):
     told = io.StringIO()
     words = ["task.examples=60", "train.batch_size=8", f"train.steps={steps}"]
     with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
-        code = run_training("copy", words, name=name, runs=Path(sys.argv[1]), device="cpu",
-            threads=threads, resume=resume, overwrite=False, as_json=True)
+        code = run_training("copy", words, Beginning(name=name, resume=resume),
+            Machine(runs=sys.argv[1], threads=threads, as_json=True))
     assert code == 0 and torch.get_num_threads() == 2
     record = json.loads((Path(sys.argv[1]) / name / "run.json").read_text())
     return record["fingerprint"]["threads"], told.getvalue()

@@ -22,7 +22,7 @@ import typer
 from typer.main import get_command
 
 from glassformer.cli.shell.help import SETTINGS, Verb, VerbGroup, write_parameters
-from glassformer.cli.shell.options import with_own_code
+from glassformer.cli.shell.options import gathered, with_own_code
 from glassformer.cli.shell.terminal import (
     CUT_OFF,
     give_up_stdout,
@@ -86,7 +86,8 @@ def _command(name: str) -> Any:
     if isinstance(found, typer.Typer):  # a verb with verbs of its own
         return get_command(found)
     one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    verb = found if name in WITHOUT_MODELS else with_own_code(found)
+    verb = gathered(found)
+    verb = verb if name in WITHOUT_MODELS else with_own_code(verb)
     one.command(name=name, cls=Verb, context_settings=SETTINGS)(verb)
     return get_command(one)
 

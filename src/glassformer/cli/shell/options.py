@@ -1,10 +1,11 @@
 """Options that several verbs share, each spelled once, and options that a spec declares."""
 
+import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -131,6 +132,17 @@ OwnCode = Annotated[
 ]
 
 
+def _with_parameters(
+    call: Callable[..., T], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., T]:
+    """Give a function the parameters that typer reads, each by its name."""
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    # `inspect.signature` reads the attribute, which typeshed does not declare
+    call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in named}
+    return call
+
+
 def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
     """Give a verb the option `--own-code`, which allows files before anything is opened."""
 
@@ -142,18 +154,51 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
             allow_own_code(file)
         return verb(**values)
 
-    own = inspect.Parameter(
-        "own_code", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=OwnCode
-    )
-    old = inspect.signature(verb).parameters.values()
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in old]
-    # `inspect.signature` reads the attribute, which typeshed does not declare
-    allowing.__signature__ = inspect.Signature([*parameters, own])  # type: ignore[attr-defined]
-    allowing.__annotations__ = {p.name: p.annotation for p in [*parameters, own]}
-    return allowing
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.Parameter("own_code", keyword, default=None, annotation=OwnCode)
+    return _with_parameters(allowing, [*inspect.signature(verb).parameters.values(), own])
 
 
-# --- options that a spec declares ----------------------------------------------------------------
+# --- options that a class declares ---------------------------------------------------------------
+
+
+def gathered(verb: Callable[..., T]) -> Callable[..., T]:
+    """Let a parameter of a verb whose type is a dataclass stand for the fields of that class.
+
+    A field is an option as `option` declares it, or as its `Annotated` type does. The verb receives
+    an instance.
+    """
+    classes: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(verb).parameters.values():
+        if dataclasses.is_dataclass(each.annotation):
+            classes[each.name] = each.annotation
+            parameters += _fields(each.annotation)
+        else:
+            parameters.append(each)
+
+    @functools.wraps(verb)
+    def with_instances(**values: Any) -> T:
+        made = {}
+        for name, cls in classes.items():
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(cls)}
+            declared = {each.name: own.pop(each.name) for each in options_of(cls)}
+            made[name] = cls(**own, **_typed(options_of(cls), declared))
+        return verb(**values, **made)
+
+    return _with_parameters(with_instances, parameters)
+
+
+def _fields(cls: Any) -> list[inspect.Parameter]:
+    declared = {each.name: _parameter(each) for each in options_of(cls)}
+    hints, keyword = get_type_hints(cls, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    return [
+        declared.get(field.name)
+        or inspect.Parameter(
+            field.name, keyword, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(cls)
+    ]
 
 
 def takes(
@@ -174,26 +219,27 @@ def takes(
     def decorate(verb: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(verb)
         def with_options(**values: Any) -> T:
-            typed: dict[str, Any] = {}
-            for name, each in options.items():
-                value = values.pop(name)
-                if value is not None and value != []:
-                    typed[name] = _value(each, value)
-            return verb(**values, **{into: typed})
+            given = {name: values.pop(name) for name in options}
+            return verb(**values, **{into: _typed(options.values(), given)})
 
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(verb).parameters.values():
             if parameter.name == into:
-                parameters += [_parameter(each) for each in options.values()]
+                parameters += map(_parameter, options.values())
             else:
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        signature = inspect.Signature(parameters)
-        # `inspect.signature` reads the attribute, which typeshed does not declare
-        with_options.__signature__ = signature  # type: ignore[attr-defined]
-        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
-        return with_options
+                parameters.append(parameter)
+        return _with_parameters(with_options, parameters)
 
     return decorate
+
+
+def _typed(options: Iterable[Option], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that were typed, as their fields hold them."""
+    return {
+        each.name: _value(each, given[each.name])
+        for each in options
+        if given[each.name] is not None and given[each.name] != []
+    }
 
 
 def _value(option: Option, value: Any) -> Any:

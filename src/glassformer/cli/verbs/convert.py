@@ -49,12 +49,7 @@ def convert(
             "where to?" if target is None else "two folders to write to",
             hint=f"glass convert {model} --to {to} -o FOLDER",
         )
-    path = find_model(model, runs=Path(runs))
-    _write(path, Path(target), to=to, dtype=dtype, as_json=as_json)
-
-
-def _write(model: str, folder: Path, *, to: str, dtype: str | None, as_json: bool) -> None:
-    """Read the model, write it, and print what was written."""
+    place, path = Path(target), find_model(model, runs=Path(runs))
     from glassformer.adapters.any_model import Format, export
     from glassformer.adapters.gguf.export_gguf import DTYPES
     from glassformer.adapters.load import load_native
@@ -65,11 +60,11 @@ def _write(model: str, folder: Path, *, to: str, dtype: str | None, as_json: boo
         if to != "gguf":
             raise InputError(f"--dtype does not go with --to {to}", hint="it is for --to gguf")
         one_of("--dtype", dtype, DTYPES)
-    adapter = load_native(model)
-    tell(f"read {model}: {adapter.report}")
-    written = export(adapter, folder, to=cast(Format, to), dtype=dtype)
+    adapter = load_native(path)
+    tell(f"read {path}: {adapter.report}")
+    written = export(adapter, place, to=cast(Format, to), dtype=dtype)
     result = {
-        "folder": str(folder),
+        "folder": str(place),
         "to": to,
         "architecture": adapter.get_architecture_type(),
         "parameters": adapter.get_num_parameters(),
@@ -83,7 +78,7 @@ def _write(model: str, folder: Path, *, to: str, dtype: str | None, as_json: boo
         print(json.dumps(result))
         return
     kind = f", model_type {result['model_type']}" if "model_type" in result else ""
-    print(f"{folder}: {result['parameters']:,} parameters, {result['dtype']}{kind}", flush=True)
+    print(f"{place}: {result['parameters']:,} parameters, {result['dtype']}{kind}", flush=True)
     continues = "next" in adapter.spec.head_names()
     prompt = model_prompt(adapter.get_tokenizer())
-    end("", after_converting(folder, to, prompt, continues=continues))
+    end("", after_converting(place, to, prompt, continues=continues))

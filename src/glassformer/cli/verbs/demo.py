@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import is_unicode, tell
 from glassformer.kernels.threads import one_blas_thread, taking
 from glassformer.spec.manifest import count_parameters
+from glassformer.spec.options import option
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import pasted
 
@@ -28,38 +29,25 @@ if TYPE_CHECKING:
     from glassformer.models.model import Model
 
 
-def demo(
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run; by default demo, demo-2, ...")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Fewer than the recipe's, if you are in a hurry.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Draws the first weights and the order of the data.")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run of this name and start again.")
-    ] = False,
-    device: Device = "cpu",
-    runs: Runs = "runs",
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The run of the demonstration."""
+
+    name: str | None = option(None, help="Name of the run; by default demo, demo-2, ...")
+    steps: int | None = option(None, help="Number of training steps (default: the recipe's).")
+    seed: int | None = option(None, help="Draws the first weights and the order of the data.")
+    overwrite: bool = option(False, help="Delete the run of this name and start again.")
+    device: Device = "cpu"
+    runs: Runs = "runs"
+
+
+def demo(options: Options, as_json: AsJson = False) -> None:
     """Train a model, verify it, decode with it, look inside.
 
     Half a minute on one core, nothing to prepare.
     """
     one_blas_thread()
-    code = _demo(
-        runs=Path(runs),
-        name=name,
-        steps=steps,
-        seed=seed,
-        overwrite=overwrite,
-        device=device,
-        as_json=as_json,
-    )
-    if code:
+    if code := _demo(options, as_json=as_json):
         raise typer.Exit(code)
 
 
@@ -69,34 +57,25 @@ WIDTH = 4  # beams
 SHOWN = 7  # symbols of the example that is inspected
 
 
-def _demo(
-    *,
-    runs: Path,
-    name: str | None,
-    steps: int | None,
-    seed: int | None,
-    overwrite: bool,
-    device: str,
-    as_json: bool,
-) -> int:
+def _demo(options: Options, *, as_json: bool) -> int:
     """Run all steps, and return the exit code: 1 if the certificate fails, 130 after Ctrl-C."""
     from glassformer.lab.recipes import plan_run
     from glassformer.lab.runs.process import threads_of_run
     from glassformer.lab.runs.run import TrainingRun
     from glassformer.store.rundir import run_folder
 
-    changes = [f"train.steps={steps}"] if steps is not None else []
-    changes += [f"train.seed={seed}"] if seed is not None else []
-    if name is None:
-        folder = free_folder(runs, "demo", overwrite=overwrite)
+    short, runs = {"steps": options.steps, "seed": options.seed}, Path(options.runs)
+    changes = [f"train.{key}={value}" for key, value in short.items() if value is not None]
+    if options.name is None:
+        folder = free_folder(runs, "demo", overwrite=options.overwrite)
     else:
-        folder = run_folder(runs, name)
-    run = TrainingRun(plan_run(TASK, changes), folder, device=check_device(device))
+        folder = run_folder(runs, options.name)
+    run = TrainingRun(plan_run(TASK, changes), folder, device=check_device(options.device))
     began = time.perf_counter()
-    say = _silent if as_json else _say
+    say = (lambda _: None) if as_json else _say  # a script gets one object at the end
     try:
         with taking(threads_of_run(run.spec, run.task)):
-            code, result = _train(run, overwrite=overwrite)
+            code, result = _train(run, overwrite=options.overwrite)
             if not code:
                 say(
                     f"trained   {result['steps']:,} steps in {result['seconds']:.0f} s, "
@@ -146,10 +125,6 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _silent(text: str) -> None:
-    """Print nothing: with `--json`, a script gets one object at the end."""
 
 
 def _train(run: "TrainingRun", *, overwrite: bool) -> tuple[int, dict[str, Any]]:

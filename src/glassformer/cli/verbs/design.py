@@ -4,7 +4,6 @@ The options of a budget are declared by `Budget`.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,37 +59,11 @@ def design(
 
       glass design --params 10M --vocab 256 --embedding-ratio free --multiple 64
     """
-    _run(
-        options,
-        thorough=thorough,
-        batch=batch,
-        device=device,
-        timed=not no_time,
-        save=save,
-        png=png,
-        out=out or (),
-        as_json=as_json,
-    )
-
-
-def _run(
-    options: dict[str, Any],
-    *,
-    thorough: bool,
-    batch: int,
-    device: str,
-    timed: bool,
-    save: str | None,
-    png: str | None,
-    out: Sequence[str],
-    as_json: bool,
-) -> None:
-    """Print the answer; exit 1 if there is none, 5 if that is not known."""
     from glassformer.budget.infeasible import InfeasibleBudget, Undecided
     from glassformer.lab.budget_report import design, design_text, step_time_text
 
     at_least("batch", batch)
-    targets = {path: ending_of(Path(path), ("toml", "png")) for path in out}
+    targets = {path: ending_of(Path(path), ("toml", "png")) for path in out or ()}
     if device != "cpu":
         device = check_device(device)
     if "params" not in options:
@@ -110,7 +83,7 @@ def _run(
         typer.echo(json.dumps(answer.to_dict()))
     else:
         typer.echo(design_text(answer, batch=batch, device=device))
-        if timed:
+        if not no_time:
             typer.echo(step_time_text(answer.spec, batch=batch, device=device))
     configs = [path for path, ending in targets.items() if ending == "toml"]
     figures = [path for path, ending in targets.items() if ending == "png"]

@@ -26,8 +26,14 @@ from glassformer.cli.shell.options import (
 )
 from glassformer.cli.shell.process import check_device, load_by
 from glassformer.cli.shell.terminal import columns, end, ending_of, target_of, write_file
-from glassformer.kernels.threads import one_blas_thread, taking
+from glassformer.kernels.threads import (
+    check_threads,
+    one_blas_thread,
+    taking,
+    threads_of_decoding,
+)
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.options import option
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
@@ -38,6 +44,32 @@ if TYPE_CHECKING:
 USUAL_SPLITS = ("train", "val", "test")
 #: Formats of the confusion table.
 ENDINGS = ("png", "svg", "pdf", "csv")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteOptions:
+    """What a suite may take, and how the model is computed."""
+
+    tasks: str | None = option(None, metavar="A,B", help="Some of the suite's tasks, with commas.")
+    tasks_dir: str | None = option(None, metavar="FOLDER", help="A folder of lm-eval's YAML tasks.")
+    limit: int | None = option(None, help="lm-eval: maximum number of examples of a task.")
+    items: int | None = option(None, help="smallbench: questions of each exam, in whole groups.")
+    seed: int | None = option(None, help="smallbench: the seed that draws the questions.")
+    backend: Backend = "native"
+    device: Device = "cpu"
+    threads: Threads = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks by name."""
+        return tuple(filter(None, (self.tasks or "").split(",")))
+
+    def refuse(self, suite: str, *options: str) -> None:
+        """Refuse options that only another suite takes, instead of ignoring them."""
+        for each in options:
+            if getattr(self, each) is not None:
+                spelled = f"--{each.replace('_', '-')}"
+                raise InputError(f"{spelled} is no option of {suite}", hint=f"leave out {spelled}")
 
 
 def evaluate(
@@ -55,28 +87,11 @@ def evaluate(
     suite: Annotated[
         str | None, typer.Option(metavar="NAME", help="smallbench or lm-eval.")
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Some of the suite's tasks, with commas.")
-    ] = None,
-    tasks_dir: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A folder of lm-eval's YAML tasks.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="lm-eval: maximum number of examples of a task.")
-    ] = None,
-    items: Annotated[
-        int | None, typer.Option(help="smallbench: questions of each exam, in whole groups.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="smallbench: the seed that draws the questions.")
-    ] = None,
+    *,
+    options: SuiteOptions,
     out: Annotated[
-        str | None,
-        out_file("Write the confusion matrix, as .png, .svg, .pdf or .csv."),
+        str | None, out_file("Write the confusion matrix, as .png, .svg, .pdf or .csv.")
     ] = None,
-    backend: Backend = "native",
-    device: Device = "cpu",
-    threads: Threads = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -94,53 +109,41 @@ def evaluate(
     """
     place = Path(runs)
     if suite is None:
-        if any(given is not None for given in (tasks, tasks_dir, limit, items, seed)):
+        of_suites = ("tasks", "tasks_dir", "limit", "items", "seed")
+        if any(getattr(options, each) is not None for each in of_suites):
             raise InputError(
                 "--tasks, --tasks-dir, --limit, --items and --seed are a suite's",
                 hint="--suite smallbench, or --suite lm-eval",
             )
-        if backend != "native":
+        if options.backend != "native":
             raise InputError("--backend is a suite's", hint="--suite smallbench, or lm-eval")
         path = resolve.find_run(run, place)
         one_blas_thread()
-        _evaluate_run(path, split=split, out=out, device=device, threads=threads, as_json=as_json)
+        _evaluate_run(path, options, split=split, out=out, as_json=as_json)
         return
     if split is not None or out is not None:
         raise InputError("--split and -o are of a run's own task", hint="leave out --suite")
     path = resolve.find_model(run, runs=place)
-    asked = _Asked(
-        tasks=tuple(filter(None, (tasks or "").split(","))),
-        tasks_dir=None if tasks_dir is None else Path(tasks_dir),
-        limit=limit,
-        items=items,
-        seed=seed,
-        backend=backend,
-        device=device,
-        threads=threads,
-    )
-    _run_suite(suite, path, asked, as_json=as_json)
+    if suite not in SUITES:
+        raise InputError(f"no suite '{suite}'", hint=nearest(suite, SUITES))
+    check_threads(options.threads)
+    data, text = SUITES[suite](path, replace(options, device=check_device(options.device)))
+    print(json.dumps(data) if as_json else text)
 
 
 def _evaluate_run(
-    path: str,
-    *,
-    split: str | None,
-    out: str | None,
-    device: str,
-    threads: int | None,
-    as_json: bool,
+    path: str, options: SuiteOptions, *, split: str | None, out: str | None, as_json: bool
 ) -> None:
     """Measure a run's checkpoint, print the result, and write it and the requested figure."""
     from glassformer.store.rundir import RunRef
 
-    device = check_device(device)
-    target = target_of(out, ENDINGS)
+    device, target = check_device(options.device), target_of(out, ENDINGS)
     if split is not None:
         _check_split(split, RunRef.parse(path))
     from glassformer.lab import api  # imports torch
     from glassformer.lab.next_steps import after_evaluation
 
-    result = api.evaluate(path, split=split, device=device, threads=threads, write=True)
+    result = api.evaluate(path, split=split, device=device, threads=options.threads, write=True)
     print(result.to_json() if as_json else result.text(width=columns()))
     if target is not None:
         _save_confusion(result, target, title=f"{path}, {result.split}")
@@ -177,90 +180,58 @@ def _save_confusion(evaluation: "Evaluation", path: Path, *, title: str) -> None
         write_file(path, figure_bytes(figure, ending))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The options of the command that a suite may take."""
-
-    tasks: tuple[str, ...] = ()
-    tasks_dir: Path | None = None
-    limit: int | None = None
-    items: int | None = None
-    seed: int | None = None
-    backend: str = "native"
-    device: str = "cpu"
-    threads: int | None = None
-
-    def refuse(self, suite: str, *options: str) -> None:
-        """Refuse options that only another suite takes, instead of ignoring them."""
-        for option in options:
-            if getattr(self, option) is not None:
-                spelled = f"--{option.replace('_', '-')}"
-                raise InputError(f"{spelled} is no option of {suite}", hint=f"leave out {spelled}")
+#: A suite's result, for scripts and for people.
+Outcome = tuple[Mapping[str, Any], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """A suite's result, for scripts and for people."""
-
-    data: Mapping[str, Any]
-    text: str
-
-
-def _run_suite(name: str, path: str, asked: _Asked, *, as_json: bool) -> None:
-    """Run the suite of that name on the model at a path, and print its result."""
-    from glassformer.kernels.threads import check_threads
-
-    if name not in SUITES:
-        raise InputError(f"no suite '{name}'", hint=nearest(name, SUITES))
-    check_threads(asked.threads)
-    outcome = SUITES[name](path, replace(asked, device=check_device(asked.device)))
-    print(json.dumps(outcome.data) if as_json else outcome.text)
-
-
-def _harness(path: str, asked: _Asked) -> _Outcome:
+def _harness(path: str, options: SuiteOptions) -> Outcome:
     """Run lm-evaluation-harness offline: data sets come from files or from the local cache."""
-    asked.refuse("lm-eval", "items", "seed")
+    options.refuse("lm-eval", "items", "seed")
     # Its libraries read these when they are imported.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ.setdefault(name, "1")
     from glassformer.lab.measure.scores import run_harness
 
-    adapter = load_by(path, asked.backend, device=asked.device)
-    with _threads(adapter, asked):
-        data = run_harness(adapter, asked.tasks, tasks_dir=asked.tasks_dir, limit=asked.limit)
+    adapter = load_by(path, options.backend, device=options.device)
+    with _threads(adapter, options):
+        folder = None if options.tasks_dir is None else Path(options.tasks_dir)
+        data = run_harness(adapter, options.names, tasks_dir=folder, limit=options.limit)
     lines = []
     for task, metrics in data["tasks"].items():
         lines.append(f"{task}: {data['examples'].get(task, '?')} examples")
         lines += [f"  {name:<24}{value:.4f}" for name, value in metrics.items()]
-    return _Outcome(data, "\n".join(lines))
+    return data, "\n".join(lines)
 
 
-def _small(path: str, asked: _Asked) -> _Outcome:
+def _small(path: str, options: SuiteOptions) -> Outcome:
     """Run SmallBench; the result on a run is kept in its eval folder."""
     from glassformer.lab.smallbench.question import examinee_of
     from glassformer.lab.smallbench.suite import ITEMS, smallbench
     from glassformer.store.rundir import RunDirectory, RunRef
 
-    asked.refuse("smallbench", "tasks_dir", "limit")
-    adapter = load_by(path, asked.backend, device=asked.device)
+    options.refuse("smallbench", "tasks_dir", "limit")
+    adapter = load_by(path, options.backend, device=options.device)
     folder = RunRef.parse(path).folder
     examinee = examinee_of(adapter, adapter.tokenizer, name=folder.name)
-    with _threads(adapter, asked):
+    with _threads(adapter, options):
         result = smallbench(
             examinee,
-            items=ITEMS if asked.items is None else asked.items,
-            seed=asked.seed or 0,
-            only=asked.tasks or None,
+            items=ITEMS if options.items is None else options.items,
+            seed=options.seed or 0,
+            only=options.names or None,
         )
     if (folder / "run.json").is_file():
         RunDirectory(folder).write_json("eval/smallbench.json", result.to_dict())
-    return _Outcome(result.to_dict(), result.table())
+    return result.to_dict(), result.table()
 
 
-def _threads(adapter: "BaseAdapter", asked: _Asked) -> contextlib.AbstractContextManager[None]:
-    from glassformer.kernels.threads import threads_of_decoding
+def _threads(
+    adapter: "BaseAdapter", options: SuiteOptions
+) -> contextlib.AbstractContextManager[None]:
+    return taking(threads_of_decoding(adapter.spec, asked=options.threads, device=options.device))
 
-    return taking(threads_of_decoding(adapter.spec, asked=asked.threads, device=asked.device))
 
-
-SUITES: dict[str, Callable[[str, _Asked], _Outcome]] = {"smallbench": _small, "lm-eval": _harness}
+SUITES: dict[str, Callable[[str, SuiteOptions], Outcome]] = {
+    "smallbench": _small,
+    "lm-eval": _harness,
+}

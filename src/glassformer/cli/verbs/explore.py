@@ -15,6 +15,7 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -24,33 +25,38 @@ from glassformer.cli.shell.options import Device, Runs
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import check_options, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """Where the page is served, and with what."""
+
+    port: int = option(7337, at_least=0, at_most=65535, help="0 takes a free one.")
+    host: str = option("127.0.0.1", help="The address to listen at.")
+    allow_remote: bool = option(False, help="Let --host be reachable by others.")
+    opens: bool = option(True, flag="--no-open", help="Print the link and open no browser.")
+    server: str | None = option(
+        None,
+        metavar="ADDRESS",
+        help="The page Generate also offers the models of this server, on this machine: what "
+        "`glass serve` printed. Its key is read from GLASS_API_KEY.",
+    )
+    device: Device = "cpu"
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=True)
 
 
 def explore(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUNS",
-            help="A folder of runs, one run, or a model; by default --runs.",
+            metavar="RUNS", help="A folder of runs, one run, or a model; by default --runs."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 7337,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let --host be reachable by others.")
-    ] = False,
-    no_open: Annotated[
-        bool, typer.Option("--no-open", help="Print the link and open no browser.")
-    ] = False,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The page Generate also offers the models of this server, on this machine: what "
-            "`glass serve` printed. Its key is read from GLASS_API_KEY.",
-        ),
-    ] = None,
-    device: Device = "cpu",
+    *,
+    server: Server,
     runs: Runs = "runs",
 ) -> None:
     """Inspect, compare, design, generate and quantize in a browser.
@@ -65,18 +71,7 @@ def explore(
 
       glass explore --server http://127.0.0.1:8000/v1
     """
-    if not 0 <= port <= 65535:
-        raise InputError(f"--port {port} is no port", hint="0 to 65535; 0 takes a free one")
-    place = _place(what, Path(runs))
-    serve(
-        place,
-        port=port,
-        host=host,
-        allow_remote=allow_remote,
-        open_browser=not no_open,
-        device=device,
-        server=server,
-    )
+    serve(_place(what, Path(runs)), server)
 
 
 def _checked(place: Path) -> Path:
@@ -108,16 +103,7 @@ def _place(what: str | None, runs: Path) -> Path:
     return Path(find_model(what, runs=runs))
 
 
-def serve(
-    place: Path,
-    *,
-    port: int,
-    host: str,
-    allow_remote: bool,
-    open_browser: bool,
-    device: str,
-    server: str | None = None,
-) -> None:
+def serve(place: Path, given: Server) -> None:
     """Serve the page over `place` until Ctrl-C."""
     import uvicorn
 
@@ -125,10 +111,12 @@ def serve(
     from glassformer.web.app.relay import Relay
     from glassformer.web.app.server import Connection, create_app
 
-    check_host(host, allow_remote=allow_remote)
-    device = check_device(device)
-    relay = None if server is None else Relay(server, key=os.environ.get("GLASS_API_KEY"))
-    listening = listen(host, port)
+    host = given.host
+    check_host(host, allow_remote=given.allow_remote)
+    device, relay = check_device(given.device), None
+    if given.server is not None:
+        relay = Relay(given.server, key=os.environ.get("GLASS_API_KEY"))
+    listening = listen(host, given.port)
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
     app = create_app(place, token=token, host=host, port=port, device=device, relay=relay)
@@ -149,7 +137,7 @@ def serve(
         timeout_graceful_shutdown=1,
     )
     with tempfile.TemporaryDirectory(prefix="glass-") as private:
-        if open_browser and has_screen():
+        if given.opens and has_screen():
             webbrowser.open(_doorway(Path(private), link))
 
         def closing() -> None:

@@ -1,8 +1,9 @@
 """`glass extract`: the finite-state machine that a trained model computes; `lab.extract` works."""
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,40 +12,50 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
 from glassformer.cli.shell.terminal import columns, end, ending_of, printable, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
-from glassformer.spec.checks import at_least, one_of
+from glassformer.spec.checks import one_of
+from glassformer.spec.options import check_options, option
 
 #: Formats of the machine.
 ENDINGS = ("svg", "json", "dot")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """What is asked of the model, and when the search ends: arguments of `lab.extract`."""
+
+    by: str | None = option(
+        None,
+        metavar="HEAD",
+        help="What a state shows: class (the default where there is that head) or next, the "
+        "distribution of the next symbol.",
+    )
+    most_states: int = option(
+        16, at_least=1, metavar="N", help="Give up before a machine of more states."
+    )
+    threshold: float = option(
+        0.01, metavar="P", help="A symbol may follow if its probability is P."
+    )
+    length: int | None = option(
+        None, metavar="N", help="Ask strings of up to N symbols; as in training."
+    )
+    threads: Threads = None
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=True)
+        if self.by is not None:
+            one_of("--by", self.by, ("class", "next"))
 
 
 def extract(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run on a machine's strings; RUN@last, RUN@120.")
     ],
-    by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HEAD",
-            help="What a state shows: class (the default where there is that head) or next, the "
-            "distribution of the next symbol.",
-        ),
-    ] = None,
-    most_states: Annotated[
-        int, typer.Option(metavar="N", help="Give up before a machine of more states.")
-    ] = 16,
-    threshold: Annotated[
-        float, typer.Option(metavar="P", help="A symbol may follow if its probability is P.")
-    ] = 0.01,
-    length: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Ask strings of up to N symbols; as in training."),
-    ] = None,
+    search: Search,
     out: Annotated[
         str | None,
         typer.Option("-o", "--out", metavar="FILE", help="The machine, as .svg, .json or .dot."),
     ] = None,
     device: Device = "cpu",
-    threads: Threads = None,
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -63,22 +74,10 @@ def extract(
     one_blas_thread()
     path, target = find_run(run, Path(runs)), target_of(out, ENDINGS)
     device = check_device(device)
-    at_least("--most-states", most_states)
-    if by is not None:
-        one_of("--by", by, ("class", "next"))
-    from glassformer.lab.extract import By  # imports torch
-    from glassformer.lab.extract import extract as extract_from
+    from glassformer.lab.extract import extract as extract_from  # imports torch
 
-    chosen: By | None = None if by is None else "class" if by == "class" else "next"
-    found = extract_from(
-        path,
-        by=chosen,
-        most_states=most_states,
-        threshold=threshold,
-        length=length,
-        device=device,
-        threads=threads,
-    )
+    chosen: dict[str, Any] = asdict(search)
+    found = extract_from(path, **chosen, device=device)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -62,6 +62,31 @@ LONGEST_ID = 12
 REPEATED = 16
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """Where a model is found and what computes it, and what a chat is told."""
+
+    system: System = None
+    chat_option: ChatOption = None
+    download: Download = False
+    backend: Backend = "native"
+    device: Device = "cpu"
+    threads: Threads = None
+    runs: Runs = "runs"
+
+    def find(self, name: str) -> str:
+        """Return the path of a model."""
+        return find_model(name, runs=Path(self.runs), download=self.download)
+
+    def check(self) -> str:
+        """Refuse what this machine does not have; return the device."""
+        from glassformer.kernels.threads import check_threads
+
+        one_of("--backend", self.backend, LIBRARIES)
+        check_threads(self.threads)
+        return check_device(self.device)
+
+
 @takes(DecodeSpec, BeamSpec, ConstraintSpec, StepSpec, into="options")
 def generate(
     run: AnyModel,
@@ -71,9 +96,6 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Hold a conversation; PROMPT is its first message.")
     ] = False,
-    system: System = None,
-    chat_option: ChatOption = None,
-    download: Download = False,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -91,10 +113,7 @@ def generate(
     ] = False,
     *,
     options: dict[str, Any],
-    backend: Backend = "native",
-    device: Device = "cpu",
-    threads: Threads = None,
-    runs: Runs = "runs",
+    opening: Opening,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, answer it, or chat.
@@ -111,25 +130,15 @@ def generate(
 
       glass chat Qwen/Qwen3-0.6B
     """
-    path = find_model(run, runs=Path(runs), download=download)
+    path = opening.find(run)
     if chat:
         for flag, is_given in (("--draft", draft is not None), ("--raw", raw), ("--ids", ids)):
             if is_given:
                 raise InputError(
                     f"{flag} does not go with --chat", hint="glass generate MODEL PROMPT"
                 )
-        talk(
-            path,
-            prompt,
-            options,
-            system=system,
-            template_options=list(chat_option or ()),
-            backend=backend,
-            device=device,
-            threads=threads,
-            as_json=as_json,
-        )
-    if prompt is None or system is not None or chat_option:
+        talk(path, prompt, options, opening, as_json=as_json)
+    if prompt is None or opening.system is not None or opening.chat_option:
         raise InputError(
             "a prompt is missing" if prompt is None else "--system and --chat-option are a chat's",
             hint="glass generate MODEL PROMPT, or glass chat MODEL",
@@ -137,20 +146,9 @@ def generate(
     if raw:
         let_through()
     if draft is not None:
-        draft = find_model(draft, runs=Path(runs), download=download)
+        draft = opening.find(draft)
         options = {**options, "speculate": True}
-    code = _run(
-        path,
-        prompt,
-        ids=ids,
-        options=options,
-        draft=draft,
-        backend=backend,
-        device=device,
-        threads=threads,
-        as_json=as_json,
-    )
-    if code:
+    if code := _run(path, prompt, options, opening, draft=draft, ids=ids, as_json=as_json):
         raise typer.Exit(code)
 
 
@@ -184,32 +182,28 @@ def _mention_unused(options: Mapping[str, Any]) -> None:
 def _run(
     path: str,
     text: str,
-    *,
-    ids: bool,
     options: Mapping[str, Any],
+    how: Opening,
+    *,
     draft: str | None,
-    backend: str,
-    device: str,
-    threads: int | None,
+    ids: bool,
     as_json: bool,
 ) -> int:
     """Generate, streaming; with beams, print the n best. Return the exit code: 130 after Ctrl-C."""
     with opening():
         from glassformer.adapters.folder.paths import load_tokenizer
         from glassformer.kernels import large_pages
-        from glassformer.kernels.threads import check_threads, threads_of_decoding
+        from glassformer.kernels.threads import threads_of_decoding
         from glassformer.models.prompts import Prompts, text_prompt
 
-        one_of("--backend", backend, LIBRARIES)
         given = sys.stdin.read() if text == "-" else text
         row = read_ids(given) if ids else []
         tokenizer, eos = _tokenizer(path) if ids else (load_tokenizer(path), ())
         request = read_options(options, tokenizer, eos=eos)
-        device = check_device(device)
-        check_threads(threads)
+        device = how.check()
         is_long = request.decoding.max_new_tokens >= large_pages.WORTH
         spec, stepper = _open(
-            path, request, draft=draft, backend=backend, device=device, large_pages=is_long
+            path, request, draft=draft, backend=how.backend, device=device, large_pages=is_long
         )
     if ids and spec.encoder is not None:
         raise InputError("--ids is for a decoder: the text of an encoder is its source")
@@ -218,7 +212,7 @@ def _run(
     else:
         assert tokenizer is not None
         prompts = text_prompt(spec, tokenizer, given)
-    count = threads_of_decoding(spec, asked=threads, device=device)
+    count = threads_of_decoding(spec, asked=how.threads, device=device)
     show = _search if isinstance(request.decoding, BeamSpec) else _stream
     try:
         with taking(count):
@@ -360,15 +354,9 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The first message.")
     ] = None,
-    system: System = None,
-    chat_option: ChatOption = None,
-    download: Download = False,
     *,
     options: dict[str, Any],
-    backend: Backend = "native",
-    device: Device = "cpu",
-    threads: Threads = None,
-    runs: Runs = "runs",
+    opening: Opening,
     as_json: AsJson = False,
 ) -> None:
     """Hold a conversation with a model.
@@ -381,42 +369,14 @@ def chat(
 
       glass chat runs/helper "What is a tap?" --temperature 0.7
     """
-    path = find_model(model, runs=Path(runs), download=download)
-    talk(
-        path,
-        prompt,
-        options,
-        system=system,
-        template_options=list(chat_option or ()),
-        backend=backend,
-        device=device,
-        threads=threads,
-        as_json=as_json,
-    )
+    talk(opening.find(model), prompt, options, opening, as_json=as_json)
 
 
 def talk(
-    path: str,
-    first: str | None,
-    options: Mapping[str, Any],
-    *,
-    system: str | None,
-    template_options: list[str],
-    backend: str,
-    device: str,
-    threads: int | None,
-    as_json: bool,
+    path: str, first: str | None, options: Mapping[str, Any], how: Opening, *, as_json: bool
 ) -> NoReturn:
     """Chat until the input ends, and end the command."""
-    held = open_conversation(
-        path,
-        options,
-        system=system,
-        template_options=template_options,
-        backend=backend,
-        device=device,
-        threads=threads,
-    )
+    held = open_conversation(path, options, how)
     _mention_unused({**options, "temperature": held.spec.temperature})
     raise typer.Exit(converse(held, first=first, as_json=as_json))
 
@@ -430,16 +390,7 @@ HELP = {
 }
 
 
-def open_conversation(
-    path: str,
-    options: Mapping[str, Any],
-    *,
-    system: str | None = None,
-    template_options: list[str],
-    backend: str = "native",
-    device: str = "cpu",
-    threads: int | None = None,
-) -> "Conversation":
+def open_conversation(path: str, options: Mapping[str, Any], how: Opening) -> "Conversation":
     """Open a model for a chat: its folder's own sampling settings, then the options given.
 
     `options` are decoding options by name; a chat takes `chat_options`. The number of threads that
@@ -448,34 +399,32 @@ def open_conversation(
     _refuse_foreign(options)
     steps = {each.name for each in options_of(StepSpec)}
     step = StepSpec(**{name: value for name, value in options.items() if name in steps})
-    switches = dict(map(template_option, template_options))
+    switches = dict(map(template_option, how.chat_option or ()))
     with opening():
         from glassformer.adapters.folder.paths import folder_of, load_tokenizer
-        from glassformer.kernels.threads import check_threads, take, threads_of_decoding
+        from glassformer.kernels.threads import take, threads_of_decoding
 
-        device = check_device(device)
-        check_threads(threads)
-        one_of("--backend", backend, LIBRARIES)
-        if backend == "native" and device == "cpu" and step == StepSpec(kv_cache=step.kv_cache):
+        device = how.check()
+        if how.backend == "native" and device == "cpu" and step == StepSpec(kv_cache=step.kv_cache):
             from glassformer.adapters.array_model import open_stepper
             from glassformer.adapters.chat.begin import begin_chat
 
             found = open_stepper(path, kv_cache=step.kv_cache, in_turns=True)
             if found is not None:
                 spec, stepper = found
-                take(threads_of_decoding(spec, asked=threads, device=device))
+                take(threads_of_decoding(spec, asked=how.threads, device=device))
                 return begin_chat(
                     folder_of(path),
                     load_tokenizer(path),
                     lambda _: stepper,
                     vocab_size=spec.vocab_size,
-                    system=system,
+                    system=how.system,
                     template_options=switches,
                     options=options,
                 )
-        adapter = load_by(path, backend, device=device)
-    take(threads_of_decoding(adapter.spec, asked=threads, device=device))
-    return adapter.chat(system=system, template_options=switches, **options)
+        adapter = load_by(path, how.backend, device=device)
+    take(threads_of_decoding(adapter.spec, asked=how.threads, device=device))
+    return adapter.chat(system=how.system, template_options=switches, **options)
 
 
 def _refuse_foreign(options: Mapping[str, Any]) -> None:

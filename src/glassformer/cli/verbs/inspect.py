@@ -13,6 +13,7 @@ from glassformer.cli.shell.options import AnyModel, AsJson, Device, Runs, out_fi
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import end, target_of, write_file
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import option
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import plain_digits
 
@@ -23,37 +24,29 @@ if TYPE_CHECKING:
     from glassformer.lens.show.attention_map import AttentionMap, Difference
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to show of the pass, and what to compare it with."""
+
+    layer: int | None = option(None, help="The layer whose attention is shown, from 0.")
+    head: str | None = option(None, help="A number, mean, or a name such as L1H3 or cross.L0H2.")
+    kind: str | None = option(None, help="self, or of an encoder-decoder encoder or cross.")
+    position: int | None = option(
+        None, flag="--pos", help="The position whose predictions are shown; -1 is the last."
+    )
+    top: int = option(5, help="How many predictions to list.")
+    ablate: tuple[str, ...] = option((), metavar="HEAD", help="Ablate a head, such as L1H3.")
+    target: str | None = option(None, help="The expected continuation; losses are then of this.")
+    against: str | None = option(
+        None, metavar="MODEL", help="Another model at the same text: what differs."
+    )
+
+
 def inspect(
     model: AnyModel,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads.")],
-    layer: Annotated[
-        int | None, typer.Option(help="The layer whose attention is shown, from 0.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="A number, mean, or a name such as L1H3 or cross.L0H2.")
-    ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="self, or of an encoder-decoder encoder or cross.")
-    ] = None,
-    pos: Annotated[
-        int | None, typer.Option(help="The position whose predictions are shown; -1 is the last.")
-    ] = None,
-    top: Annotated[int, typer.Option(help="How many predictions to list.")] = 5,
-    ablate: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HEAD", help="Ablate a head, such as L1H3; repeatable."),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="What should follow; losses are then of this.")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Another model at the same text: what differs."),
-    ] = None,
-    out: Annotated[
-        str | None,
-        out_file("Write a .png, .svg, .html or .json."),
-    ] = None,
+    options: Options,
+    out: Annotated[str | None, out_file("Write a .png, .svg, .html or .json.")] = None,
     device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
@@ -72,32 +65,21 @@ def inspect(
       glass inspect reverse "3 1 4 15 9" --kind cross --layer 1 -o cross.png
     """
     place = resolve.find_model(model, runs=Path(runs))
-    other = None if against is None else resolve.find_model(against, runs=Path(runs))
-    options = Options(
-        layer=layer,
-        head=head,
-        kind=kind,
-        position=pos,
-        top=top,
-        ablate=tuple(ablate or ()),
-        target=target,
-        against=against,
-    )
-    run(place, text, options, other=other, device=device, out=out, as_json=as_json)
+    second = options.against and resolve.find_model(options.against, runs=Path(runs))
+    from glassformer.adapters.load import load
+    from glassformer.lab.next_steps import after_inspecting
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """The options as typed."""
-
-    layer: int | None = None
-    head: str | None = None
-    kind: str | None = None
-    position: int | None = None
-    top: int = 5
-    ablate: tuple[str, ...] = ()
-    target: str | None = None
-    against: str | None = None
+    target, device = target_of(out, ENDINGS), check_device(device)
+    adapter = load(place, device=device).eval()
+    other = load(second, device=device).eval() if second else None
+    result = look(adapter, text, options, other=other)
+    if target is not None:
+        write_file(target, encoded(result, target.suffix.lower().removeprefix("."), options))
+    if as_json:
+        print(json.dumps(record(result), allow_nan=False))
+        return
+    print(terminal.printable(result_text(result)), flush=True)
+    end("", after_inspecting(place, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,33 +217,6 @@ ENDINGS = ("png", "svg", "html", "json")
 #: Characters of the longest bar; heads in the list; words of a column's name, from wide to narrow.
 BAR, RANKED = 30, 8
 COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
-
-
-def run(
-    path: str,
-    text: str,
-    options: Options,
-    *,
-    other: str | None,
-    device: str,
-    out: str | None,
-    as_json: bool,
-) -> None:
-    """Inspect, then print and write the result."""
-    from glassformer.adapters.load import load
-    from glassformer.lab.next_steps import after_inspecting
-
-    target, device = target_of(out, ENDINGS), check_device(device)
-    adapter = load(path, device=device).eval()
-    against = None if other is None else load(other, device=device).eval()
-    result = look(adapter, text, options, other=against)
-    if target is not None:
-        write_file(target, encoded(result, target.suffix.lower().removeprefix("."), options))
-    if as_json:
-        print(json.dumps(record(result), allow_nan=False))
-        return
-    print(terminal.printable(result_text(result)), flush=True)
-    end("", after_inspecting(path, text))
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`glass prepare`: encode a corpus, print what became of it, and what to do next. No torch."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,53 +56,29 @@ def prepare(
                 "--verify takes the folder of one prepared corpus, and nothing else",
                 hint=f"glass prepare {paths[0]} --verify",
             )
-        _verify(paths[0], as_json=as_json)
+        from glassformer.lab.corpus import PreparedCorpus
+
+        corpus = PreparedCorpus.open(paths[0])
+        corpus.verify()
+        _tell(corpus, as_json=as_json)
+        if not as_json:
+            print("  every file is as it was written")
         return
     if out is None:
         raise InputError("where to?", hint=f"glass prepare {' '.join(paths[:2])} -o FOLDER")
-    _prepare(paths, Path(out), given, runs=Path(runs), overwrite=overwrite, as_json=as_json)
-
-
-def _prepare(
-    paths: Sequence[str],
-    folder: Path,
-    given: Mapping[str, Any],
-    *,
-    runs: Path,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    """Encode the corpus, going on with one that was begun, and print its sizes."""
     from glassformer.lab.corpus import prepared
 
-    options = dict(given)
+    options, folder = dict(given), Path(out)
     named = options.get("tokenizer", "bpe")
     if named not in OWN_TOKENIZERS and not Path(named).exists():
         from glassformer.cli.shell.resolve import find_model
 
-        options["tokenizer"] = find_model(named, runs=runs, also=OWN_TOKENIZERS)
-    corpus = prepared(paths, folder, PrepareSpec(**options), overwrite=overwrite)
-    _tell(corpus, as_json=as_json)
+        options["tokenizer"] = find_model(named, runs=Path(runs), also=OWN_TOKENIZERS)
+    _tell(prepared(paths, folder, PrepareSpec(**options), overwrite=overwrite), as_json=as_json)
     if not as_json:
         place = pasted(folder)
-        end(
-            "",
-            [
-                (f"glass train lm task.path={place}", "train on it"),
-                (f"glass prepare {place} --verify", "hash every file of it"),
-            ],
-        )
-
-
-def _verify(path: str, *, as_json: bool) -> None:
-    """Hash every file of a prepared corpus."""
-    from glassformer.lab.corpus import PreparedCorpus
-
-    corpus = PreparedCorpus.open(path)
-    corpus.verify()
-    _tell(corpus, as_json=as_json)
-    if not as_json:
-        print("  every file is as it was written")
+        train = (f"glass train lm task.path={place}", "train on it")
+        end("", [train, (f"glass prepare {place} --verify", "hash every file of it")])
 
 
 def _tell(corpus: "PreparedCorpus", *, as_json: bool) -> None:

@@ -2,9 +2,9 @@
 
 import json
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -14,7 +14,8 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import end, tell
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
-from glassformer.spec.quantization import QuantSpec
+from glassformer.spec.options import option
+from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import BY_BITS, SCHEMES, Method
 from glassformer.spec.serialize import json_numbers
 
@@ -25,49 +26,52 @@ if TYPE_CHECKING:
 SCHEME_HELP = "; ".join(f"{scheme.name}: {scheme.summary}" for scheme in SCHEMES) + "."
 
 
-def quantize(
-    model: AnyModel,
-    bits: Annotated[
-        float | None,
-        typer.Option(
-            help="8 (int8) or 4 (int4), instead of --scheme; between them, such as 4.5, a mean: "
-            "the layers that lose most by 4 bits get 8."
-        ),
-    ] = None,
-    scheme: Annotated[str | None, typer.Option(metavar="NAME", help=SCHEME_HELP)] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(help="Inputs that share a scale: 32, 64 or 128; int8 also 0: all of a row."),
-    ] = None,
-    head_bits: Annotated[
-        int | None, typer.Option(help="Bits of the head and of a tied table; 8 by default.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """What weights become: the arguments of `quant_spec`."""
+
+    bits: float | None = option(
+        None,
+        help="8 (int8) or 4 (int4), instead of --scheme; between them, such as 4.5, a mean: the "
+        "layers that lose most by 4 bits get 8.",
+    )
+    scheme: str | None = option(None, metavar="NAME", help=SCHEME_HELP)
+    group: int | None = option(
+        None, help="Inputs that share a scale: 32, 64 or 128; int8 also 0: all of a row."
+    )
+    head_bits: int | None = option(None, help="Bits of the head and of a tied table; 8 by default.")
     symmetric: Annotated[
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="By default int8 is symmetric, int4 not."),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How scales are found: mse (the default of 8 bits), gptq (of 4, unless it would "
-            "take over 10 minutes) or absmax."
-        ),
-    ] = None,
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A text like yours, whose inputs count; else the run's own examples, or "
-            "Python's manuals.",
-        ),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A text to measure on; else the run's own examples, or Python's manuals.",
-        ),
-    ] = None,
+    ] = None
+    method: str | None = option(
+        None,
+        help="How scales are found: mse (the default of 8 bits), gptq (of 4, unless it would take "
+        "over 10 minutes) or absmax.",
+    )
+    tied: str = option("share", help="What becomes of a tied table: share, untie or skip.")
+    indivisible: str = option(
+        "auto",
+        help="A layer whose inputs a group does not divide: refuse, int8 or keep (float). By "
+        "default such layers get 8 bits, and a --group that is given is refused.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """What is calibrated and measured on, and how: fields of `Wish`."""
+
+    calibrate: str | None = option(
+        None,
+        metavar="FILE",
+        help="Calibration text, similar to what the model will read; else the run's own examples, "
+        "or Python's manuals.",
+    )
+    text: str | None = option(
+        None,
+        metavar="FILE",
+        help="A text to measure on; else the run's own examples, or Python's manuals.",
+    )
     smooth: Annotated[
         bool,
         typer.Option(
@@ -75,30 +79,23 @@ def quantize(
             help="Move outliers of activations into weights first, by exact powers of two; "
             "--no-smooth looks at the weights alone, unless it calibrates.",
         ),
-    ] = True,
-    qat: Annotated[
-        int,
-        typer.Option(metavar="STEPS", help="Train this many steps with rounded weights before."),
-    ] = 0,
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Time each layer, and keep float where it is faster.")
-    ] = False,
-    tied: Annotated[
-        str, typer.Option(help="What becomes of a tied table: share, untie or skip.")
-    ] = "share",
-    indivisible: Annotated[
-        str,
-        typer.Option(
-            help="A layer whose inputs a group does not divide: refuse, int8 or keep (float). By "
-            "default such layers get 8 bits, and a --group that is given is refused."
-        ),
-    ] = "auto",
-    backend: Annotated[
-        str, typer.Option(help="auto, c, aten (on a GPU), reference or float.")
-    ] = "auto",
+    ] = True
+    qat_steps: int = option(
+        0,
+        flag="--qat",
+        metavar="STEPS",
+        help="Train this many steps with rounded weights before.",
+    )
+    auto: bool = option(False, help="Time each layer, and keep float where it is faster.")
+    backend: str = option("auto", help="auto, c, aten (on a GPU), reference or float.")
+
+
+def quantize(
+    model: AnyModel,
+    rounding: Rounding,
+    texts: Texts,
     dequantize: Annotated[
-        bool,
-        typer.Option("--dequantize", help="Write a quantized model's float weights."),
+        bool, typer.Option("--dequantize", help="Write a quantized model's float weights.")
     ] = False,
     out: Annotated[
         str | None,
@@ -128,43 +125,25 @@ def quantize(
             raise InputError("--dequantize writes a folder", hint="name it with --out")
         if device != "cpu":
             raise InputError("--dequantize computes nothing", hint="leave out --device")
-        _undo(path, out=Path(out), as_json=as_json)
-        return
-    from glassformer.spec.quantization import Indivisible, Tied, quant_spec
+        from glassformer.lab.quantize import dequantize_folder
 
-    # QuantSpec checks each choice
-    spec = quant_spec(
-        scheme=scheme,
-        bits=bits,
-        group=group,
-        symmetric=symmetric,
-        method=cast(
-            Method | None, _way(method, calibrate=calibrate, qat=qat, bits=bits, smooth=smooth)
-        ),
-        head_bits=head_bits,
-        tied=cast(Tied, tied),
-        indivisible=cast(Indivisible, indivisible),
-    )
+        folder = dequantize_folder(path, Path(out))
+        print(json.dumps({"folder": str(folder)}) if as_json else f"written to {folder}")
+        return
+    chosen: dict[str, Any] = asdict(rounding) | {"method": _method(rounding, texts)}
+    spec = quant_spec(**chosen)  # which checks each choice
     from glassformer.lab.quantize import Wish
 
-    wish = Wish(
-        spec=spec,
-        calibrate=None if calibrate is None else Path(calibrate),
-        text=None if text is None else Path(text),
-        smooth=smooth,
-        qat_steps=qat,
-        auto=auto,
-        backend=backend,
-        device=check_device(device),
-    )
+    given: dict[str, Any] = asdict(texts)
+    given |= {name: given[name] and Path(given[name]) for name in ("calibrate", "text")}
+    wish = Wish(spec=spec, device=check_device(device), **given)
     place = _default_folder(model, spec, Path(runs)) if out is None else Path(out)
     _run(path, wish, out=place, as_json=as_json)
 
 
-def _way(
-    method: str | None, *, calibrate: str | None, qat: int, bits: float | None, smooth: bool
-) -> str | None:
+def _method(rounding: Rounding, texts: Texts) -> str | None:
     """Return how scales are found: the method given, or the one that other options imply."""
+    method, bits, qat = rounding.method, rounding.bits, texts.qat_steps
     if method == "qat":
         raise InputError("--method qat trains", hint="--qat STEPS, such as --qat 200")
     if method is not None:
@@ -173,9 +152,9 @@ def _way(
         raise InputError(f"--qat {qat} is negative", hint="a number of steps, such as 200")
     if qat and bits is not None and bits not in BY_BITS:
         raise InputError(f"--qat trains at one number of bits, not {bits:g}", hint="--bits 8 or 4")
-    if qat and (method is not None or calibrate is not None):
+    if qat and (method is not None or texts.calibrate is not None):
         raise InputError("--qat finds weights by training", hint="leave out --method, --calibrate")
-    if calibrate is not None and method == "absmax" and not smooth:
+    if texts.calibrate is not None and method == "absmax" and not texts.smooth:
         raise InputError(
             f"{method} with --no-smooth looks at no text",
             hint="leave out --calibrate or --no-smooth",
@@ -206,14 +185,6 @@ def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
         outcome.folder,
         after_quantizing(outcome.folder, outcome.prompt, continues=outcome.continues),
     )
-
-
-def _undo(path: str, *, out: Path, as_json: bool) -> None:
-    """Write the float model of a quantized one."""
-    from glassformer.lab.quantize import dequantize_folder
-
-    folder = dequantize_folder(path, out)
-    print(json.dumps({"folder": str(folder)}) if as_json else f"written to {folder}")
 
 
 def _default_folder(text: str, spec: QuantSpec, runs: Path) -> Path:

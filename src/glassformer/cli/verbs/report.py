@@ -14,6 +14,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.resolve import find_run
 from glassformer.cli.shell.terminal import end, target_of, tell, write_file
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.options import option
 from glassformer.spec.serialize import json_numbers
 
 if TYPE_CHECKING:
@@ -26,6 +27,34 @@ ENDINGS = ("html", *CURVE_ENDINGS)
 HEIGHT, LISTED = 12, 5
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Whether curves are drawn and how, and how the report is made."""
+
+    curves: bool = option(False, help="Curves in the terminal instead of a report.")
+    series: tuple[str, ...] = option(
+        (), metavar="NAME", help="Curves: lr, val.by.operation.MAX, ..."
+    )
+    axis: str | None = option(
+        None, flag="--x", metavar="AXIS", help="Curves: step (the default), tokens or time."
+    )
+    span: float | None = option(
+        None, flag="--smooth", help="Curves: points that the mean covers; 1 is no mean."
+    )
+    log: Annotated[
+        bool | None,
+        typer.Option("--log/--linear", help="Curves: the scale; by default what suits them."),
+    ] = None
+    verify: bool = option(True, flag="--no-verify", help="Report: leave out the certificate.")
+    device: Device = "cpu"
+
+    @property
+    def of_curves(self) -> bool:
+        """True if an option was given that only curves take."""
+        given = (self.axis, self.span, self.log)
+        return bool(self.series) or any(each is not None for each in given)
+
+
 def report(
     run: Annotated[
         list[str],
@@ -35,31 +64,11 @@ def report(
             autocompletion=complete_runs,
         ),
     ],
-    curves: Annotated[
-        bool, typer.Option("--curves", help="Curves in the terminal instead of a report.")
-    ] = False,
+    asked: Options,
     out: Annotated[
         str | None,
         out_file("Write the report to this .html, or curves as .png, .svg, .pdf or .csv."),
     ] = None,
-    series: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Curves: lr, val.by.operation.MAX, ...; repeatable."),
-    ] = None,
-    x: Annotated[
-        str | None, typer.Option(metavar="AXIS", help="Curves: step (the default), tokens or time.")
-    ] = None,
-    smooth: Annotated[
-        float | None, typer.Option(help="Curves: points that the mean covers; 1 is no mean.")
-    ] = None,
-    log: Annotated[
-        bool | None,
-        typer.Option("--log/--linear", help="Curves: the scale; by default what suits them."),
-    ] = None,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Report: leave out the certificate.")
-    ] = False,
-    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -76,51 +85,10 @@ def report(
     """
     for name in run:
         find_run(name, Path(runs))  # before torch is imported
-    asked = _Asked(
-        curves=curves,
-        series=tuple(series or ()),
-        axis=x,
-        span=smooth,
-        log=log,
-        verify=not no_verify,
-        device=device,
-    )
-    _run(run, asked, output=out, runs=Path(runs), as_json=as_json)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The options, as they were typed."""
-
-    curves: bool = False
-    series: tuple[str, ...] = ()
-    axis: str | None = None
-    span: float | None = None
-    log: bool | None = None
-    verify: bool = True
-    device: str = "cpu"
-
-    @property
-    def of_curves(self) -> bool:
-        """True if an option was given that only curves take."""
-        return bool(self.series) or any(
-            given is not None for given in (self.axis, self.span, self.log)
-        )
-
-
-def _run(
-    names: Sequence[str],
-    asked: _Asked,
-    *,
-    output: str | None,
-    runs: Path,
-    as_json: bool,
-) -> None:
-    """Write the report of one run, or curves, depending on the ending of `-o`."""
-    target = target_of(output, ENDINGS)
+    target, place = target_of(out, ENDINGS), Path(runs)
     ending = "" if target is None else target.suffix.lower().removeprefix(".")
-    drawn = asked.curves or ending in CURVE_ENDINGS or (not ending and len(names) > 1)
-    if ending == "html" and (drawn or len(names) > 1):
+    drawn = asked.curves or ending in CURVE_ENDINGS or (not ending and len(run) > 1)
+    if ending == "html" and (drawn or len(run) > 1):
         raise InputError(
             "a report is of one run, and holds its curves",
             hint="-o curves.png for several, or one run with -o report.html",
@@ -128,18 +96,18 @@ def _run(
     if drawn:
         if not asked.verify or asked.device != "cpu":
             raise InputError("--no-verify and --device are of a report", hint="leave them out")
-        _draw_curves(names, asked, target=target, runs=runs, as_json=as_json)
+        _draw_curves(run, asked, target=target, runs=place, as_json=as_json)
         return
     if asked.of_curves:
         raise InputError(
             "--series, --x, --smooth, --log and --linear are of curves", hint="add --curves"
         )
-    _write_report(names[0], asked, target=target, runs=runs, as_json=as_json)
+    _write_report(run[0], asked, target=target, runs=place, as_json=as_json)
 
 
 def _write_report(
     name: str,
-    asked: _Asked,
+    asked: Options,
     *,
     target: Path | None,
     runs: Path,
@@ -178,7 +146,7 @@ def _write_report(
 
 def _draw_curves(
     names: Sequence[str],
-    asked: _Asked,
+    asked: Options,
     *,
     target: Path | None,
     runs: Path,
@@ -218,7 +186,7 @@ def _read(name: str, runs: Path) -> "Curves":
     return read_curves(Path(find_run(ref.path, runs)))
 
 
-def _curves_text(curves: "Sequence[Curves]", asked: _Asked, axis: str) -> str:
+def _curves_text(curves: "Sequence[Curves]", asked: Options, axis: str) -> str:
     """Draw every panel for this terminal, then explain how to read it."""
     from glassformer.lab.plots.curves import alerts_text, panels, smoothing_text
 

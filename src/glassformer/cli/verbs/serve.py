@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +21,54 @@ from glassformer.cli.shell.options import (
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.decoding import StepSpec, serving_options
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import check_options, option
 
 #: Tokens of a slot where the model could hold more and none are requested.
 LONGEST_CONTEXT = 4_096
 
 
-@takes(serving_options(), into="options")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """Where the server listens, and what it takes on."""
+
+    port: int = option(8000, at_least=0, at_most=65535, help="0 takes a free one.")
+    host: str = option("127.0.0.1", help="The address to listen at.")
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="GLASS_API_KEY",
+            metavar="KEY",
+            help="Requests must carry it; needed where others can reach --host. GLASS_API_KEY "
+            "keeps it out of the list of processes.",
+        ),
+    ] = None
+    allow_host: tuple[str, ...] = option(
+        (), metavar="NAME", help="A further name of this server, as behind a proxy."
+    )
+    context: int | None = option(
+        None, metavar="TOKENS", help="Prompt and answer; by default the model's, to 4096."
+    )
+    slots: int = option(8, at_least=1, help="Sequences that are computed at once.")
+    queue: int = option(256, at_least=1, help="Sequences that may wait; then 429.")
+    max_tokens: int | None = option(
+        None, at_least=1, metavar="TOKENS", help="New tokens of one answer at most."
+    )
+    timeout: float = option(
+        600.0, above=0, metavar="SECONDS", help="Abort an answer after this many seconds."
+    )
+    invariant: bool = option(
+        False,
+        help="On a GPU: answers that do not depend on other requests, one sequence at a time.",
+    )
+    backend: Backend = "native"
+    device: Device = "cpu"
+    threads: Threads = None
+
+    def __post_init__(self) -> None:
+        check_options(self, has_flags=True)
+
+
+@takes(serving_options(), into="step")
 def serve(
     models: Annotated[
         list[str],
@@ -35,46 +78,12 @@ def serve(
             autocompletion=complete_runs,
         ),
     ],
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="GLASS_API_KEY",
-            metavar="KEY",
-            help="Requests must carry it; needed where others can reach --host. GLASS_API_KEY "
-            "keeps it out of the list of processes.",
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A further name of this server, as behind a proxy."),
-    ] = None,
+    server: Server,
     name: Annotated[
         str | None, typer.Option(help="The name of the only model; by default its file's.")
     ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", help="Prompt and answer; by default the model's, to 4096."),
-    ] = None,
-    slots: Annotated[int, typer.Option(help="Sequences that are computed at once.")] = 8,
-    queue: Annotated[int, typer.Option(help="Sequences that may wait; then 429.")] = 256,
-    max_tokens: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="New tokens of one answer at most.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
-    invariant: Annotated[
-        bool,
-        typer.Option(
-            "--invariant",
-            help="On a GPU: answers that do not depend on other requests, one sequence at a time.",
-        ),
-    ] = False,
     *,
-    options: dict[str, Any],
-    backend: Backend = "native",
-    device: Device = "cpu",
-    threads: Threads = None,
+    step: dict[str, Any],
     download: Download = False,
     runs: Runs = "runs",
 ) -> None:
@@ -89,15 +98,8 @@ def serve(
 
       glass serve small=runs/helper large=path/to/model.gguf --slots 16
     """
-    if not 0 <= port <= 65535:
-        raise InputError(f"--port {port} is no port", hint="0 to 65535; 0 takes a free one")
     if name is not None and len(models) != 1:
         raise InputError("--name is for one model", hint="NAME=MODEL names each of several")
-    for flag, value in (("--slots", slots), ("--queue", queue), ("--max-tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}", hint="at least 1")
-    if not timeout > 0:
-        raise InputError(f"--timeout {timeout:g}", hint="seconds, above 0")
     from glassformer.cli.shell.resolve import find_model
 
     places = {}
@@ -109,23 +111,7 @@ def serve(
         if chosen in places:
             raise InputError(f"two models are named {chosen!r}", hint="NAME=MODEL gives others")
         places[chosen] = path
-    _serve(
-        places,
-        port=port,
-        host=host,
-        api_key=api_key,
-        allow_hosts=tuple(allow_host or ()),
-        context=context,
-        slots=slots,
-        queue=queue,
-        max_tokens=max_tokens,
-        timeout=timeout,
-        invariant=invariant or None,
-        step=StepSpec(**options),
-        backend=backend,
-        device=device,
-        threads=threads,
-    )
+    serve_models(places, server, step=StepSpec(**step))
 
 
 #: Characters of an API key at least.
@@ -147,64 +133,50 @@ def _check_key(key: str | None) -> None:
         )
 
 
-def _serve(
-    places: Mapping[str, str],
-    *,
-    port: int,
-    host: str,
-    api_key: str | None,
-    allow_hosts: Sequence[str],
-    context: int | None,
-    slots: int,
-    queue: int,
-    max_tokens: int | None,
-    timeout: float,
-    invariant: bool | None,
-    step: StepSpec,
-    backend: str,
-    device: str,
-    threads: int | None,
-) -> None:
+def serve_models(places: Mapping[str, str], server: Server, *, step: StepSpec) -> None:
     """Open the socket, load the models, and serve until a signal."""
     from glassformer.cli.shell.process import check_device, load_by
     from glassformer.kernels.threads import check_threads, threads_of_decoding
     from glassformer.serve.http import is_loopback, listen, reachable_host
 
-    _check_key(api_key)
-    if not is_loopback(host) and api_key is None:
+    _check_key(server.api_key)
+    if not is_loopback(server.host) and server.api_key is None:
         raise InputError(
-            f"{host} can be reached from other machines",
+            f"{server.host} can be reached from other machines",
             hint="ssh -L is safer; if you mean it, add --api-key",
         )
-    device = check_device(device)
-    check_threads(threads)
-    listening = listen(host, port)
+    device = check_device(server.device)
+    check_threads(server.threads)
+    listening = listen(server.host, server.port)
     from glassformer.serve.app import Limits, create_app, serve_forever  # imports torch
     from glassformer.serve.engine import Engine, Served
 
     models = []
     for name, path in places.items():
-        adapter = load_by(path, backend, device=device)
-        longest = context or min(adapter.spec.max_seq_len, LONGEST_CONTEXT)
+        adapter = load_by(path, server.backend, device=device)
         models.append(
             Served(
                 name,
                 adapter,
-                slots=slots,
-                context=longest,
-                invariant=invariant,
+                slots=server.slots,
+                context=server.context or min(adapter.spec.max_seq_len, LONGEST_CONTEXT),
+                invariant=server.invariant or None,
                 kv_cache=step.kv_cache,
             )
         )
         tell(models[-1].described())
-    asked = [threads_of_decoding(one.spec, asked=threads, device=device) for one in models]
-    engine = Engine(models, threads=max(asked))
-    limits = Limits(output_tokens=max_tokens, seconds=timeout, queue=queue)
-    app = create_app(engine, api_key=api_key, host=host, allow_hosts=allow_hosts, limits=limits)
+    threads = [threads_of_decoding(m.spec, asked=server.threads, device=device) for m in models]
+    app = create_app(
+        Engine(models, threads=max(threads)),
+        api_key=server.api_key,
+        host=server.host,
+        allow_hosts=server.allow_host,
+        limits=Limits(output_tokens=server.max_tokens, seconds=server.timeout, queue=server.queue),
+    )
 
     def ready() -> None:
         tell("Ctrl-C finishes what is running and ends")
-        print(f"http://{reachable_host(host)}:{listening.getsockname()[1]}/v1", flush=True)
+        print(f"http://{reachable_host(server.host)}:{listening.getsockname()[1]}/v1", flush=True)
 
     try:
         serve_forever(app, listening, ready)

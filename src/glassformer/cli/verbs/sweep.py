@@ -3,7 +3,7 @@
 import json
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +14,8 @@ from glassformer.cli.shell.options import AsJson, Device, takes
 from glassformer.cli.shell.process import check_device, keep_freed_memory
 from glassformer.cli.shell.terminal import columns, end, tell
 from glassformer.kernels.threads import one_blas_thread
-from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
-from glassformer.spec.options import Option, options_of
+from glassformer.spec.options import Option, check_options, option, options_of
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.sweep import SweepSpec
 from glassformer.spec.tasks import check_task_name, is_config
@@ -52,6 +51,46 @@ def _as_list(option: Option) -> Option:
 LISTS = tuple(_as_list(each) for each in options_of(Budget) if each.name not in _ELSEWHERE)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """Where the runs of a sweep are trained, and how the sweep begins."""
+
+    name: str | None = option(None, help="Name of the sweep; by default the task's.")
+    sweeps: str = option("sweeps", metavar="FOLDER", help="The folder of the sweeps.")
+    device: Device = "cpu"
+    threads: int = option(1, at_least=1, help="CPU threads of each run.")
+    jobs: int | None = option(
+        None,
+        help="Runs at a time, a process each; by default one per core. With --stack: stacks.",
+    )
+    stack: Annotated[
+        bool | None,
+        typer.Option(
+            "--stack/--no-stack",
+            help="Train runs of one shape as one; by default on a GPU.",
+            show_default=False,
+        ),
+    ] = None
+    ray: str | None = option(
+        None,
+        metavar="ADDRESS",
+        help="Train on a Ray cluster: its address, auto for the one that runs here, local to "
+        "start one.",
+    )
+    resume: bool = option(False, help="Go on with a sweep that was stopped.")
+    overwrite: bool = option(False, help="Delete the sweep of this name and start anew.")
+    dry_run: bool = option(False, help="Print the cells, their parameters and the time; no runs.")
+    yes: bool = option(False, help="Confirm a very large sweep.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.resume and self.overwrite:
+            raise InputError(
+                "--resume goes on with the sweep, --overwrite starts it anew",
+                hint="leave out one of the two",
+            )
+
+
 @takes(SweepSpec, into="options")
 @takes(LISTS, into="budget")
 def sweep(
@@ -78,47 +117,8 @@ def sweep(
         bool, typer.Option("--untied", help="Budget: an output head of its own weights.")
     ] = False,
     both: Annotated[bool, typer.Option("--tied,--untied", help="Budget: vary the two.")] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the sweep; by default the task's.")
-    ] = None,
-    sweeps: Annotated[
-        str, typer.Option("--sweeps", metavar="FOLDER", help="The folder of the sweeps.")
-    ] = "sweeps",
-    device: Device = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of each run.")] = 1,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Runs at a time, a process each; by default one per core. With --stack: stacks."
-        ),
-    ] = None,
-    stack: Annotated[
-        bool | None,
-        typer.Option(
-            "--stack/--no-stack",
-            help="Train runs of one shape as one; by default on a GPU.",
-            show_default=False,
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Train on a Ray cluster: its address, auto for the one that runs here, local to "
-            "start one.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a sweep that was stopped.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the sweep of this name and start anew.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the cells, their parameters and the time; no runs."),
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm a very large sweep.")] = False,
+    *,
+    running: Running,
     as_json: AsJson = False,
 ) -> None:
     """Train many settings with several seeds each, and rank them.
@@ -142,24 +142,8 @@ def sweep(
     design = {key: str(value) for key, value in budget.items()}
     design |= {"tied": ",".join(wish)} if wish else {}
     configs = [text for text in settings or [] if is_config(text) and "=" not in text]
-    code = _run(
-        [what, *configs],
-        [text for text in settings or [] if text not in configs],
-        options=options,
-        design=design,
-        name=name,
-        sweeps=Path(sweeps),
-        device=device,
-        threads=threads,
-        jobs=jobs,
-        ray=ray,
-        stack=stack,
-        resume=resume,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        yes=yes,
-        as_json=as_json,
-    )
+    rest = [text for text in settings or [] if text not in configs]
+    code = _run([what, *configs], rest, running, options=options, design=design, as_json=as_json)
     if code:
         raise typer.Exit(code)
 
@@ -167,20 +151,10 @@ def sweep(
 def _run(
     named: list[str],
     settings: list[str],
+    running: Running,
     *,
     options: Mapping[str, Any],
     design: Mapping[str, str],
-    name: str | None,
-    sweeps: Path,
-    device: str,
-    threads: int,
-    jobs: int | None,
-    ray: str | None,
-    stack: bool | None,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    yes: bool,
     as_json: bool,
 ) -> int:
     """Plan, run and rank; return the exit code."""
@@ -189,8 +163,7 @@ def _run(
     from glassformer.lab.sweeps.sweep import Sweep, executor, prepare_sweep, run_sweep
     from glassformer.store.rundir import cache_folder, run_folder
 
-    device = check_device(device)
-    at_least("threads", threads)
+    device, resume = check_device(running.device), running.resume
     what, *others = named
     if others and not is_config(what):
         raise InputError(
@@ -198,12 +171,7 @@ def _run(
             hint="one task, or several configs: glass sweep one.toml two.toml",
         )
     keep_freed_memory()
-    if resume and overwrite:
-        raise InputError(
-            "--resume goes on with the sweep, --overwrite starts it anew",
-            hint="leave out one of the two",
-        )
-    how, execute = executor(jobs=jobs, ray=ray, stack=stack, device=device)
+    how, execute = executor(jobs=running.jobs, ray=running.ray, stack=running.stack, device=device)
     if (Path(what) / "sweep.json").is_file():
         if settings or options or design:
             raise InputError(
@@ -213,33 +181,31 @@ def _run(
         planner = Planner(sweep.plan.sweep, cache=cache_folder(sweep.path / "runs"))
     else:
         usual = "-".join(map(usual_name, named))
-        folder = run_folder(sweeps, usual if name is None else name)
         sweep, planner = prepare_sweep(
             named if others else what,
-            folder=folder,
+            folder=run_folder(Path(running.sweeps), running.name or usual),
             options=options,
             overrides=settings,
             design=design,
-            yes=yes,
-            dry=dry_run,
+            yes=running.yes,
+            dry=running.dry_run,
         )
-    if dry_run:
+    if running.dry_run:
         _print_plan(sweep, planner, device=device, how=how, as_json=as_json)
         return 0
     cells = len(sweep.plan.cells) or sweep.plan.sweep.draws
     runs = cells * sweep.plan.sweep.seeds
     tell(f"{cells} cells, {sweep.plan.sweep.seeds} seeds: {runs} runs, {how}")
     with sweep.directory.locked():
-        sweep.begin(resume=resume, overwrite=overwrite)
-        run_sweep(sweep, planner, execute, device=device, threads=threads, progress=True)
+        sweep.begin(resume=resume, overwrite=running.overwrite)
+        run_sweep(sweep, planner, execute, device=device, threads=running.threads, progress=True)
     if as_json:
         print(json.dumps(json_numbers(sweep.ranking.to_dict()), allow_nan=False))
     else:
         print(sweep.text(width=columns()), flush=True)
-        best = sweep.ranking.rows[0].cell if sweep.ranking.rows else None
         following = [(f"glass sweep {sweep.path}", "go on with it, or see the ranking again")]
-        if best is not None:
-            path = sweep.run_path(best, 0)
+        if sweep.ranking.rows:
+            path = sweep.run_path(sweep.ranking.rows[0].cell, 0)
             following.append((f"glass evaluate {path}", "the best cell's first run, by group"))
         following.append((f"glass explore {sweep.path.parent}", "the page Sweeps"))
         end(sweep.path / "report.html", following)

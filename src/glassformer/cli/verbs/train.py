@@ -6,6 +6,7 @@
 import json
 import signal
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,20 +48,43 @@ from glassformer.cli.shell.terminal import (
 from glassformer.kernels.threads import check_threads, one_blas_thread, taking
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
-from glassformer.spec.options import settings_text
+from glassformer.spec.options import option, settings_text
 from glassformer.spec.serialize import json_numbers
 from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import TrainSpec, check_settings
 
 if TYPE_CHECKING:
+    from glassformer.lab.runs.assemble import Peers
     from glassformer.lab.runs.planned import PlannedRun
     from glassformer.training.fit import RateRange
 
-Seed = Annotated[int | None, typer.Option(help="Short for train.seed=N.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Delete the run of this name and start anew.")
-]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where a run trains, in how many processes, and what is printed."""
+
+    device: Device = "cpu"
+    threads: Threads = None
+    nproc: Nproc = None
+    fsdp: Fsdp = False
+    runs: Runs = "runs"
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """How a run begins: its name, two settings in short, anew or not."""
+
+    name: str | None = option(None, help="Name of the run; by default the task's.")
+    steps: int | None = option(None, help="Short for train.steps=N.")
+    seed: int | None = option(None, help="Short for train.seed=N.")
+    resume: bool = option(False, help="Go on with a run that was stopped.")
+    overwrite: bool = option(False, help="Delete the run of this name and start anew.")
+
+    def overrides(self) -> list[str]:
+        """Return the settings that these options are short for."""
+        short = {"train.steps": self.steps, "train.seed": self.seed}
+        return [f"{key}={value}" for key, value in short.items() if value is not None]
 
 
 def _list_settings(wanted: bool) -> None:
@@ -73,29 +97,19 @@ def _list_settings(wanted: bool) -> None:
 def train(
     what: Trainable,
     overrides: Overrides = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run; by default the task's.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Short for train.steps=N.")] = None,
-    seed: Seed = None,
+    *,
+    beginning: Beginning,
     engine: Annotated[
         str | None,
         typer.Option(help="auto (native on a CPU where it can), torch, native or numpy."),
     ] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    nproc: Nproc = None,
-    fsdp: Fsdp = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    machine: Machine,
     settings: Annotated[
         bool,
         typer.Option(
             "--settings", is_eager=True, callback=_list_settings, help="List every train.KEY."
         ),
     ] = False,
-    runs: Runs = "runs",
-    as_json: AsJson = False,
 ) -> None:
     """Train a model on a task, or repeat a run from its config.
 
@@ -110,28 +124,11 @@ def train(
 
       glass train digits --nproc 2
     """
-    check_task(what, Path(runs))  # before torch is imported
+    check_task(what, Path(machine.runs))  # before torch is imported
     check_settings(overrides or ())
-    one_blas_thread()
-    if nproc is not None:
-        raise typer.Exit(launch(nproc))
-    given = list(overrides or [])
-    shorts = {"train.steps": steps, "train.seed": seed, "engine": engine}
-    given += [f"{key}={value}" for key, value in shorts.items() if value is not None]
-    code = run_training(
-        what,
-        given,
-        name=name,
-        runs=Path(runs),
-        device=device,
-        threads=threads,
-        fsdp=fsdp,
-        resume=resume,
-        overwrite=overwrite,
-        as_json=as_json,
-    )
-    if code:
-        raise typer.Exit(code)
+    given = [*(overrides or ()), *beginning.overrides()]
+    given += [f"engine={engine}"] if engine is not None else []
+    _start(what, given, beginning, machine)
 
 
 def resume(
@@ -139,12 +136,8 @@ def resume(
     steps: Annotated[
         int | None, typer.Option(help="Train up to this step, where the run had fewer.")
     ] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    nproc: Nproc = None,
-    fsdp: Fsdp = False,
-    runs: Runs = "runs",
-    as_json: AsJson = False,
+    *,
+    machine: Machine,
 ) -> None:
     """Go on with a run that was stopped or killed.
 
@@ -154,7 +147,7 @@ def resume(
 
       glass resume reverse --steps 5000
     """
-    folder = Path(find_run(run, Path(runs)))
+    folder = Path(find_run(run, Path(machine.runs)))
     if steps is not None:
         at_least("--steps", steps)
     config = folder / "config.json"
@@ -164,23 +157,9 @@ def resume(
             where=str(folder),
             hint="glass list shows the runs",
         )
-    one_blas_thread()
-    if nproc is not None:
-        raise typer.Exit(launch(nproc))
-    code = run_training(
-        str(config),
-        [] if steps is None else [f"train.steps={steps}"],
-        name=folder.name,
-        runs=folder.parent,
-        device=device,
-        threads=threads,
-        fsdp=fsdp,
-        resume=True,
-        overwrite=False,
-        as_json=as_json,
-    )
-    if code:
-        raise typer.Exit(code)
+    beginning = Beginning(name=folder.name, steps=steps, resume=True)
+    there = replace(machine, runs=str(folder.parent))
+    _start(str(config), beginning.overrides(), beginning, there)
 
 
 def check_task(what: str, runs: Path) -> None:
@@ -209,50 +188,23 @@ def finetune(
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", help="Train LoRA of this rank, not all weights.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; by default finetune.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Short for train.steps=N; by default three epochs.")
-    ] = None,
-    seed: Seed = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    nproc: Nproc = None,
-    fsdp: Fsdp = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    runs: Runs = "runs",
-    as_json: AsJson = False,
+    *,
+    beginning: Beginning,
+    machine: Machine,
 ) -> None:
     """Go on training a model on your own examples.
 
-    All weights train, or with --lora a correction of low rank. The result is a run. Examples:
+    All weights train, or with --lora a correction of low rank; three epochs, unless --steps says
+    otherwise. The result is a run. Examples:
 
       glass finetune Qwen/Qwen3-0.6B chats.jsonl --lora 8 --name helper
 
       glass finetune runs/lm notes.txt --steps 200 train.lr=1e-4
     """
-    base = find_model(model, runs=Path(runs))
+    base = find_model(model, runs=Path(machine.runs))
     given = [f"base={base}", f"data={find_data(data)}", *(overrides or [])]
     given += [f"lora={lora}"] if lora is not None else []
-    given += [f"train.steps={steps}"] if steps is not None else []
-    given += [f"train.seed={seed}"] if seed is not None else []
-    one_blas_thread()
-    if nproc is not None:
-        raise typer.Exit(launch(nproc))
-    code = run_training(
-        "finetune",
-        given,
-        name=name,
-        runs=Path(runs),
-        device=device,
-        threads=threads,
-        fsdp=fsdp,
-        resume=resume,
-        overwrite=overwrite,
-        as_json=as_json,
-    )
-    if code:
-        raise typer.Exit(code)
+    _start("finetune", [*given, *beginning.overrides()], beginning, machine)
 
 
 def found_base(overrides: list[str], runs: Path) -> list[str]:
@@ -264,57 +216,45 @@ def found_base(overrides: list[str], runs: Path) -> list[str]:
     return made
 
 
-def run_training(
-    what: str,
-    overrides: list[str],
-    *,
-    name: str | None,
-    runs: Path,
-    device: str,
-    threads: int | None,
-    fsdp: bool = False,
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
-    """Train, handle signals, print the result, and return the exit code."""
+def _start(what: str, overrides: list[str], beginning: Beginning, machine: Machine) -> None:
+    """Train, handle signals, print the result; exit unless it trained to its end."""
+    one_blas_thread()
+    if machine.nproc is not None:
+        raise typer.Exit(launch(machine.nproc))
+    if code := run_training(what, overrides, beginning, machine):
+        raise typer.Exit(code)
+
+
+def run_training(what: str, overrides: list[str], beginning: Beginning, machine: Machine) -> int:
+    """Train in this process, alone or as one of several; return the exit code."""
     from glassformer.lab.recipes import FINETUNE
 
-    device = check_device(device)
+    machine = replace(machine, device=check_device(machine.device))
     keep_freed_memory()
-    if resume and overwrite:
+    if beginning.resume and beginning.overwrite:
         raise InputError(
             "--resume goes on with the run, --overwrite starts it anew",
             hint="leave out one of the two",
         )
-    overrides = found_base(overrides, runs) if what == FINETUNE else overrides
-    options = {"name": name, "runs": runs, "device": device, "threads": threads}
+    if what == FINETUNE:
+        overrides = found_base(overrides, Path(machine.runs))
     if not is_a_rank():
-        if fsdp:
+        if machine.fsdp:
             raise InputError("--fsdp shards over several processes", hint="--nproc N, or torchrun")
-        return _train(what, overrides, resume, overwrite, as_json, options)
+        return _train(what, overrides, beginning, machine)
     from glassformer.lab.runs.assemble import Peers
 
     if was_restarted():
-        resume, overwrite = True, False
-    ranks = join(device)
+        beginning = replace(beginning, resume=True, overwrite=False)
+    ranks = join(machine.device)
     with reporting(ranks):
-        peers = Peers(ranks, sharded=fsdp)
-        code = _train(what, overrides, resume, overwrite, as_json, options | {"peers": peers})
+        code = _train(what, overrides, beginning, machine, peers=Peers(ranks, sharded=machine.fsdp))
         ranks.leave()
     return code
 
 
 def _planned(
-    what: str,
-    overrides: list[str],
-    *,
-    name: str | None,
-    runs: Path,
-    threads: int | None,
-    resume: bool,
-    overwrite: bool,
-    **_: object,
+    what: str, overrides: list[str], beginning: Beginning, machine: Machine
 ) -> "PlannedRun | None":
     """Plan a new run, and refuse what cannot be, before torch is imported.
 
@@ -324,12 +264,14 @@ def _planned(
     from glassformer.lab.runs.planned import check_fit
     from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
 
-    directory = RunDirectory(run_folder(runs, usual_name(what) if name is None else name))
+    runs, threads = Path(machine.runs), machine.threads
+    name = usual_name(what) if beginning.name is None else beginning.name
+    directory = RunDirectory(run_folder(runs, name))
     directory.check_free()
     check_threads(threads)
-    if resume and (directory.folder / "config.json").is_file():
+    if beginning.resume and (directory.folder / "config.json").is_file():
         return None
-    if not (resume or overwrite):
+    if not (beginning.resume or beginning.overwrite):
         directory.check_new()
     plan = planned_run(what, overrides, cache=cache_folder(runs))
     check_threads(threads, engine=plan.spec.engine)
@@ -341,26 +283,36 @@ def _planned(
 def _train(
     what: str,
     overrides: list[str],
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
-    options: dict[str, Any],
+    beginning: Beginning,
+    machine: Machine,
+    *,
+    peers: "Peers | None" = None,
 ) -> int:
     with ending_at_once():
         plan = None
-        if "peers" not in options:  # of several processes one builds the data for all
-            plan = _planned(what, overrides, resume=resume, overwrite=overwrite, **options)
+        if peers is None:  # of several processes one builds the data for all
+            plan = _planned(what, overrides, beginning, machine)
         from glassformer.lab import api
         from glassformer.lab.next_steps import after_training, before_training, trained_text
         from glassformer.lab.runs.process import stopping
 
-        run, count = api.open_run(what, overrides, resume=resume, plan=plan, **options)
+        run, count = api.open_run(
+            what,
+            overrides,
+            name=beginning.name,
+            runs=Path(machine.runs),
+            device=machine.device,
+            threads=machine.threads,
+            resume=beginning.resume,
+            peers=peers,
+            plan=plan,
+        )
     reports = run.directory.writes  # one of several processes
     for note in run.notes if reports else ():
         tell(note)
     began, code = time.perf_counter(), 0
     with run.directory.locked(), stopping(run.request_stop) as caught, taking(count):
-        notes = api.begin(run, resume=resume, overwrite=overwrite)
+        notes = api.begin(run, resume=beginning.resume, overwrite=beginning.overwrite)
         if reports:
             for line in [*notes, *before_training(run, threads=count)]:
                 tell(line)
@@ -374,7 +326,7 @@ def _train(
         tell(f"stopped at step {run.progress.step}, state saved; go on with --resume")
     result = api.result_of(run)
     result["seconds"] = round(time.perf_counter() - began, 2)
-    if as_json:
+    if machine.as_json:
         print(json.dumps(json_numbers(result), allow_nan=False))
     else:
         print(trained_text(run, result), flush=True)

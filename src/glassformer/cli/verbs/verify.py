@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +15,39 @@ from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import in_colour, write_file
 from glassformer.kernels.threads import one_blas_thread
 from glassformer.spec.errors import FileError, InputError
+from glassformer.spec.options import option
 from glassformer.spec.presets import PRESETS
 
 if TYPE_CHECKING:
     from glassformer.checks.report import Report, Watch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """Files that the certificate is written to."""
+
+    out: Annotated[
+        str | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Keep the certificate, as JSON."),
+    ] = None
+    junit: str | None = option(None, metavar="FILE", help="JUnit XML for a CI server.")
+    markdown: str | None = option(None, metavar="FILE", help="A table for a pull request.")
+    badge: str | None = option(None, metavar="FILE", help="A badge, as SVG.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checks:
+    """Which checks run, and how a model on disk is computed."""
+
+    only: str | None = option(
+        None, metavar="GROUP", help="One group: cache, padding, decoding, ..."
+    )
+    deep: bool = option(False, help="Also what takes longer: compiled, brute force, full widths.")
+    bidirectional: bool = option(
+        False, help="The model is meant to look ahead: no check of causality."
+    )
+    backend: Backend = "native"
+    device: Device = "cpu"
 
 
 def verify(
@@ -32,36 +61,13 @@ def verify(
             autocompletion=complete_names,
         ),
     ] = None,
-    only: Annotated[
-        str | None, typer.Option(metavar="GROUP", help="One group: cache, padding, decoding, ...")
-    ] = None,
-    deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also what takes longer: compiled, brute force, full widths."),
-    ] = False,
-    bidirectional: Annotated[
-        bool,
-        typer.Option(
-            "--bidirectional", help="The model is meant to look ahead: no check of causality."
-        ),
-    ] = False,
-    out: Annotated[
-        str | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Keep the certificate, as JSON."),
-    ] = None,
+    *,
+    checks: Checks,
+    files: Files,
     against: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Compare with a kept certificate: new failures count."),
     ] = None,
-    junit: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JUnit XML for a CI server.")
-    ] = None,
-    markdown: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A table for a pull request.")
-    ] = None,
-    badge: Annotated[str | None, typer.Option(metavar="FILE", help="A badge, as SVG.")] = None,
-    backend: Backend = "native",
-    device: Device = "cpu",
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +86,7 @@ def verify(
 
       glass verify my_package.models:tiny_model --out new.json --against old.json
     """
-    place = model
+    place, device, backend = model, checks.device, checks.backend
     if model is not None and model not in PRESETS and ":" not in model:
         place = find_model(model, runs=Path(runs), also=PRESETS)
     elif device != "cpu" or backend != "native":
@@ -91,33 +97,13 @@ def verify(
     from glassformer.cli.shell.progress import Progress
 
     with Progress(model or "glassformer") as progress:
-        report = _certificate(
-            place,
-            name=model or "",
-            only=only,
-            deep=deep,
-            causal=False if bidirectional else None,
-            backend=backend,
-            device=device,
-            watch=progress.show,
-        )
-    files = {"out": out, "junit": junit, "markdown": markdown, "badge": badge}
-    _show(report, as_json=as_json, files=files, older=older)
+        report = _certificate(place, checks, name=model or "", watch=progress.show)
+    _show(report, files, as_json=as_json, older=older)
     if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
 
 
-def _certificate(
-    model: str | None,
-    *,
-    name: str = "",
-    only: str | None = None,
-    deep: bool = False,
-    causal: bool | None = None,
-    backend: str = "native",
-    device: str = "cpu",
-    watch: "Watch | None" = None,
-) -> "Report":
+def _certificate(model: str | None, checks: Checks, *, name: str, watch: "Watch") -> "Report":
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     from glassformer.adapters.folder.origin import is_native
     from glassformer.adapters.folder.paths import folder_of
@@ -126,20 +112,22 @@ def _certificate(
     from glassformer.checks.report import verify as check
     from glassformer.checks.subject import subject_of_factory
 
+    only, deep, backend = checks.only, checks.deep, checks.backend
     if model is None or model in PRESETS:
         subject = None if model is None else sample_subject(model, deep=deep)
         return check(subject, only=only, deep=deep, watch=watch)
     if ":" in model:
-        made = subject_of_factory(model, causal=causal)
+        made = subject_of_factory(model, causal=False if checks.bidirectional else None)
         return check(made, only=only, deep=deep, watch=watch)
+    device = check_device(checks.device)
     if backend != "native":
-        foreign = load_by(model, backend, device=check_device(device))
+        foreign = load_by(model, backend, device=device)
         return check(foreign, name=name, only=only, deep=deep, watch=watch)
     folder = folder_of(model)
     is_foreign = not is_native(folder) and folder.is_dir()
     # compared with transformers too, where it is installed and time does not matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
-    adapter = load(model, reference=compared, device=check_device(device))
+    adapter = load(model, reference=compared, device=device)
     return check(adapter, name=name, only=only, deep=deep, watch=watch)
 
 
@@ -160,23 +148,18 @@ def _older_of(against: str | None) -> dict[str, Any] | None:
     return older
 
 
-def _show(
-    report: "Report",
-    *,
-    as_json: bool,
-    files: Mapping[str, str | None] | None = None,
-    older: dict[str, Any] | None = None,
-) -> None:
+def _show(report: "Report", files: Files, *, as_json: bool, older: dict[str, Any] | None) -> None:
     """Print JSON for scripts, else a table, coloured on a terminal; write what was asked for."""
-    content = {
-        "out": lambda: json.dumps(report.to_dict(), allow_nan=False, indent=1) + "\n",
-        "junit": report.junit,
-        "markdown": report.markdown,
-        "badge": report.badge,
-    }
-    for kind, file in (files or {}).items():
+    if files.out is not None:
+        kept = json.dumps(report.to_dict(), allow_nan=False, indent=1)
+        write_file(Path(files.out), f"{kept}\n".encode())
+    for file, made in (
+        (files.junit, report.junit),
+        (files.markdown, report.markdown),
+        (files.badge, report.badge),
+    ):
         if file is not None:
-            write_file(Path(file), content[kind]().encode())
+            write_file(Path(file), made().encode())
     changes = None if older is None else report.compare(older)
     if as_json:
         changed = {} if changes is None else {"changes": changes}
