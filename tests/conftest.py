@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+
+from tests.planting import Fault, planted
 
 torch.set_num_threads(1)
 
@@ -57,7 +61,45 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The browser last: its server lives on in a thread, and some tests fork."""
+    items[:] = [one for item in items for one in (item, *_faulty(item, items))]
     items.sort(key=lambda item: "/browser/" in item.path.as_posix())
+
+
+def _faulty(item: pytest.Item, items: list[pytest.Item]) -> Iterator[pytest.Function]:
+    """Yield the test once more for each fault that it must notice (`tests.planting.catches`)."""
+    for mark in item.iter_markers("catches"):
+        cases = [
+            one for one in items if mark in one.own_markers and mark.kwargs["case"] in one.name
+        ]
+        if item in cases[:1]:
+            assert isinstance(item, pytest.Function)
+            (fault,) = mark.args
+            yield pytest.Function.from_parent(
+                item.parent,
+                name=f"{item.name} with {fault.name}",
+                callobj=item.obj,
+                callspec=getattr(item, "callspec", None),
+                fixtureinfo=item._fixtureinfo,
+                originalname=item.originalname,
+                keywords={"fault": fault},
+            )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_pyfunc_call")
+def pytest_pyfunc_call_with_a_fault(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Turn the result around for a test that runs with a planted fault."""
+    fault = pyfuncitem.keywords.get("fault")
+    if not isinstance(fault, Fault):
+        return (yield)
+    with planted(fault), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a damaged function may divide by zero
+        try:
+            yield
+        except NameError:
+            raise  # the fault itself cannot run
+        except (Exception, pytest.fail.Exception):
+            return True
+    pytest.fail(f"nobody notices this fault of {fault.where}: {fault.name}", pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)

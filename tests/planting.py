@@ -10,6 +10,12 @@ A fault says which node and what becomes of it:
 
 The node is the first that a selector finds in the function, in the order of its text. Lines may be
 moved, renamed and formatted around it; a fault is out of date only when no such node is left.
+
+Faults of the certificate are a table, `tests/checks/faults.py`. Any other stands above the test
+that notices it, which runs a second time with the fault in the package and must fail:
+
+    @catches("a torn line is read", "lab.runs.curves:read_curves", Binary("+"), to="len(data)")
+    def test_a_torn_last_line_waits_for_the_next_reading(tmp_path): ...
 """
 
 import ast
@@ -22,6 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 OPERATORS: dict[str, type[ast.AST]] = {
     "+": ast.Add,
@@ -301,13 +309,23 @@ class Fault:
 
     name: str
     change: Mutation
-    caught_by: str
+    caught_by: str = ""  # the row that notices it, if no test stands below
     preset: str = ""  # the preset whose model is examined, for checks of models
 
     @property
     def where(self) -> str:
         """The function that is damaged, as `module:qualified name` of the package."""
         return self.change.where
+
+
+def catches(
+    name: str, where: str, node: Selector, *, case: str = "", **change: Any
+) -> pytest.MarkDecorator:
+    """Run a test again with a fault, when it must fail; `change` is that of `mutate`.
+
+    `case` is in the id of the parameter set to run; the first one is taken if there is none.
+    """
+    return pytest.mark.catches(Fault(name, mutate(where, node, **change)), case=case)
 
 
 class _Replace(ast.NodeTransformer):

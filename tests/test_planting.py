@@ -25,6 +25,7 @@ from tests.planting import (
     Selector,
     Subscript,
     Unary,
+    catches,
     changed_code,
     damaged,
     function_named,
@@ -209,6 +210,13 @@ def test_a_fault_is_taken_out_after_an_error() -> None:
     with pytest.raises(KeyError), planted(fault):
         by_another_name(1)
     assert by_another_name(1) == 2
+
+
+@catches("a difference", HERE + "plain", Binary("+"), op="-")
+@catches("an error", HERE + "plain", Return(), statement="raise KeyError", case="2")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_test_runs_again_with_each_fault_that_it_names(number: int) -> None:
+    assert by_another_name(number) == number + 1
 
 
 def test_line_numbers_stay() -> None:

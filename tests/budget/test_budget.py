@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import get_args
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from glassformer.budget.counting import Widths
+from glassformer.budget import counting
+from glassformer.budget.counting import Widths, heads_of
 from glassformer.budget.design import solve
 from glassformer.budget.infeasible import InfeasibleBudget
 from glassformer.budget.question import NORMS, POSITIONS, WISHES, Budget, Sizes, build_spec
@@ -22,6 +24,7 @@ from glassformer.spec.model import Norm, Position, Rotary
 from glassformer.spec.options import options_of
 from glassformer.spec.position import OwnPosition, RelativeBias
 from tests.budget import brute
+from tests.planting import If, Unary, catches
 
 #: The classic shape, whose widths are free: what these tests know by heart.
 classic = functools.partial(Budget, shape="classic")
@@ -221,6 +224,8 @@ def test_every_answer_is_built_and_counted_again(budget):
     assert solve(budget) == answer
 
 
+@catches("what is tied counts twice", "budget.counting:_size", If(), to="p.size")
+@pytest.mark.usefixtures("fresh_laws")
 @given(
     small_budgets(),
     st.integers(1, 30),
@@ -388,6 +393,72 @@ def test_limits_are_kept():
     assert abs(best.ratio_drift) <= 0.005
 
 
+def test_limits_of_the_ratio_and_of_d_ff_decide() -> None:
+    """A wide tolerance, so that the ratio's own limit decides."""
+    for total in range(200, 1200, 20):
+        for wish in ({"exact_ratio": True}, {"ratio_within": 0.003}):
+            budget = Budget(shape="classic", 
+                params=total, tolerance=0.1, vocab=29, length=3, heads=2, max_layers=2,
+                embedding_ratio=0.31, **wish, glu_expansion=2.0, exact_expansion=True,
+            )  # fmt: skip
+            answer_is_there_and_best(budget)
+        for multiple in (3, 5):
+            budget = Budget(shape="classic", 
+                params=total, tolerance=0.1, vocab=7, length=3, heads=1,
+                ffn_multiple=multiple, max_layers=1, embedding_ratio="free",
+            )  # fmt: skip
+            answer_is_there_and_best(budget)
+
+
+def test_wide_tolerances_are_searched_by_halves() -> None:
+    """Wide tolerances, so that depths and d_ffs are halved often; and a limit on the expansion."""
+    for params, tolerance, ratio, glu in itertools.product(
+        range(300, 1500, 120), (0.01, 0.1), (0.1, 0.4, "free"), (0.5, 2.0)
+    ):
+        budget = Budget(shape="classic", 
+            params=params, tolerance=tolerance, vocab=7, length=3, heads=2, embedding_ratio=ratio,
+            glu_expansion=glu,
+        )  # fmt: skip
+        answer_is_there_and_best(budget)
+    for params in range(300, 1500, 60):
+        budget = Budget(shape="classic", 
+            params=params, tolerance=0.01, vocab=7, length=3, heads=1, max_layers=2,
+            embedding_ratio="free", glu_expansion=2.0, glu_within=0.05,
+        )  # fmt: skip
+        answer_is_there_and_best(budget)
+
+
+def test_grouped_heads_are_divided_by_their_groups() -> None:
+    budget = Budget(shape="classic", 
+        params=60_000, vocab=50, length=8, heads="any", kv_heads=2, tolerance=0.02,
+        embedding_ratio="free", max_layers=1,
+    )  # fmt: skip
+    found = Search(budget).best()
+    assert found is not None
+    assert found.frame.n_heads % 2 == 0
+    for d_model in (16, 17, 48):
+        for heads, _ in heads_of(budget, d_model):
+            assert heads % 2 == 0
+
+
+def test_a_free_head_width_is_within_two_of_an_even_share() -> None:
+    """Every head width within two of an even share, and no other."""
+    for n_heads, d_model in ((3, 7), (8, 100), (4, 64)):
+        budget = Budget(shape="classic", heads=n_heads, free_head_width=True)
+        near = [h for h in range(1, d_model) if abs(h - d_model / n_heads) <= 2]
+        assert heads_of(budget, d_model) == [(n_heads, h) for h in near]
+
+
+def test_any_rank_of_one_count_and_of_many() -> None:
+    """One count alone, so that most ranks are solved for; and many counts."""
+    for total, tolerance in itertools.product(range(1500, 4500, 150), (0.0003, 0.03)):
+        budget = Budget(shape="classic", 
+            params=total, tolerance=tolerance, vocab=5, length=3, heads=1, rank="any",
+            embedding_ratio=0.2, max_layers=2,
+        )  # fmt: skip
+        answer_is_there_and_best(budget)
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 
@@ -478,6 +549,16 @@ def _changed(budget, option, value):
     return dataclasses.replace(budget, **exact.get(option, {}), **{option: value})
 
 
+@pytest.fixture
+def fresh_laws():
+    """What is remembered from one budget to the next: a planted mistake must reach it."""
+    for remembered in (counting._laws, counting._laws_of, counting._any_heads):
+        remembered.cache_clear()
+    yield
+    for remembered in (counting._laws, counting._laws_of, counting._any_heads):
+        remembered.cache_clear()
+
+
 def refusal(*arguments, **options):
     with pytest.raises(InfeasibleBudget) as caught:
         design(*arguments, **options)
@@ -560,6 +641,8 @@ def test_one_multiple_is_for_both_widths_unless_another_is_given():
     assert "ffn_multiple" not in found
 
 
+@catches("a token uses every expert", "budget.design:_design", Unary("not"), to="False")
+@pytest.mark.usefixtures("fresh_laws")
 def test_experts_count_in_the_total_and_a_token_uses_fewer():
     answer = design("10M", 16000, experts=8, experts_per_token=2, shared_expert=True)
     best, (block,) = answer.best, {*answer.spec.decoder.blocks()}

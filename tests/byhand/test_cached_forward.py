@@ -8,12 +8,20 @@ from glassformer.byhand.model import Model
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from tests.byhand.witness import OSS, PRESETS, T5
+from tests.planting import Keyword, catches
 
 DECODERS = {name: spec for name, spec in PRESETS.items() if "next" in spec.head_names()}
 DECODERS |= {"t5": T5, "gpt-oss": OSS}
 B, T, S, STEPS = 3, 4, 5, 5
 
 
+@catches(
+    "cache off by one",
+    "byhand.cached_forward:_advance",
+    Keyword("past"),
+    to="max({it} - 1, 0)",
+    case="left",
+)
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("spec", DECODERS.values(), ids=DECODERS.keys())
 def test_cached_is_uncached(spec: ModelSpec, side: str) -> None:

@@ -46,6 +46,7 @@ from tests.byhand.witness import (
     torch_loss,
     torch_twin,
 )
+from tests.planting import Call, Compare, Name, Unary, catches
 from tests.strategies import model_specs
 
 PARITY = 1e-10  # worst seen 2.3e-11, where the gradient is 1e-5 of the largest
@@ -76,6 +77,34 @@ def assert_same_gradients(spec: ModelSpec, *, segments: bool = False) -> None:
         assert error <= PARITY, f"{name}: {error:.1e}"
 
 
+@catches(
+    "the second gradient of a value is lost",
+    "byhand.interpreter:Plan.backward",
+    Compare("is not", nth=2),
+    to="False",
+    case="core",
+)
+@catches(
+    "a gradient that two values share is overwritten",
+    "byhand.interpreter:_Backward._step",
+    Unary("not"),
+    to="True",
+    case="gemma",
+)
+@catches(
+    "mean over rows instead of over what counts",
+    "byhand.loss:rows_that_count",
+    Call("sum"),
+    to="float(len(weights_M))",
+    case="core",
+)
+@catches(
+    "missing transpose",
+    "byhand.linear:linear_products",
+    Name("weight_OI"),
+    to="{it}.T if len({it}) == len({it}.T) else {it}",
+    case="core",
+)
 @every_preset
 def test_every_gradient_of_a_preset_is_autograds(spec: ModelSpec) -> None:
     assert_same_gradients(spec)
@@ -159,6 +188,12 @@ def test_a_head_without_targets_has_no_gradient() -> None:
     np.testing.assert_allclose(model.grad_vector, want, atol=1e-14)
 
 
+@catches(
+    "a value is overwritten that a cache refers to",
+    "byhand.interpreter:_overwrite",
+    Compare("not in"),
+    to="True",
+)
 @pytest.mark.parametrize("spec", [MODERN, OSS], ids=["modernbert", "gpt-oss"])
 def test_parts_of_newer_families(spec: ModelSpec) -> None:
     assert_same_gradients(spec)
@@ -329,6 +364,13 @@ def test_known_zero_gradients_are_the_manifests() -> None:
         assert (size < 1e-14) == bool(parameter.zero_gradient), parameter.name
 
 
+@catches(
+    "gradients of the last batch left standing",
+    "byhand.operations:_zeroed",
+    Unary("not"),
+    to="False",
+    case="core",
+)
 @pytest.mark.parametrize("name", ["fsm-factorized", "core"])
 def test_accumulation_is_the_sum(name: str) -> None:
     spec = PRESETS[name]

@@ -6,6 +6,7 @@ import torch
 
 from glassformer.byhand.gradient_check import numerical_gradient, relative_error
 from tests.byhand.parts import PARTS, Part
+from tests.planting import Name, Subscript, Unary, catches
 
 TOLERANCE = 1e-12  # worst seen 4e-15 in outputs, 1.2e-13 in gradients (one zero by theory)
 DIFFERENCES = 1e-6  # worst seen 2.1e-7, entry by entry
@@ -26,6 +27,34 @@ def test_shape(part: Part) -> None:
     }
 
 
+@catches(
+    "rotation turned the same way twice",
+    "byhand.embedding:rotate_backward",
+    Unary("-"),
+    to="{operand}",
+    case="rotary",
+)
+@catches(
+    "dropped 1/sqrt(d) backward",
+    "byhand.attention:attend_backward",
+    Name("scale"),
+    to="1.0",
+    case="attend",
+)
+@catches(
+    "softmax without the Jacobian's second term",
+    "byhand.attention:softmax_backward",
+    Name("dot"),
+    to="0.0",
+    case="softmax",
+)
+@catches(
+    "norm without the mean term",
+    "byhand.norm:layer_norm_backward",
+    Subscript("mean"),
+    to="0.0",
+    case="layer_norm",
+)
 @every_part
 def test_numbers_and_gradients_are_torchs(part: Part) -> None:
     out, grads = part.run(part.arrays(), probe(part))

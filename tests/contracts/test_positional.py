@@ -36,7 +36,7 @@ def model_of(*, layers=2, seed=3):
     return model.eval()
 
 
-def the_right_place_holds_the_answer():
+def test_the_right_place_holds_the_answer():
     """By the task's own answers: the marked places hold it; FIRST, SECOND and LAST mark one."""
     rows = np.arange(TASK.sizes()["train"])
     batch, lengths = TASK.batch("train", rows), TASK.lengths("train")[rows]
@@ -57,11 +57,7 @@ def the_right_place_holds_the_answer():
                 assert marked.tolist() == [want]
 
 
-def test_the_right_place_holds_the_answer():
-    the_right_place_holds_the_answer()
-
-
-def masses_and_routes_are_the_slow_ones():
+def test_masses_and_routes_are_the_slow_ones():
     """One example at a time, unpadded, from the taps."""
     model = model_of()
     found = positional_attention(model, TASK, split="val", operations=("LAST", "MAX"))
@@ -101,11 +97,7 @@ def masses_and_routes_are_the_slow_ones():
         assert str(head) in repr(found)
 
 
-def test_masses_and_routes_are_the_slow_ones():
-    masses_and_routes_are_the_slow_ones()
-
-
-def cuts_close_one_place_of_one_layer():
+def test_cuts_close_one_place_of_one_layer():
     """Against a forward with a hand-made edit of the same tap."""
     model = model_of()
     rows = np.arange(TASK.sizes()["test"])
@@ -133,19 +125,11 @@ def cuts_close_one_place_of_one_layer():
     assert changed > 50, "cuts that change nothing would pass without being made"
 
 
-def test_cuts_close_one_place_of_one_layer():
-    cuts_close_one_place_of_one_layer()
-
-
-def one_layer_has_no_way_round():
+def test_one_layer_has_no_way_round():
     found = positional_attention(model_of(layers=1), TASK)
     assert found.routes == (None, None, None)
     assert found.rows()[0]["route"] is None
     assert found.tensor.shape == (3, 2)
-
-
-def test_one_layer_has_no_way_round():
-    one_layer_has_no_way_round()
 
 
 def test_the_value_shows_itself(tmp_path):

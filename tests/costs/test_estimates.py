@@ -1,5 +1,6 @@
 """Predicted FLOPs, bytes and step time, against torch's own counters and hooks."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from glassformer.costs.estimates import (
     training_memory,
     weight_bytes,
 )
+from glassformer.costs.parameter_table import format_allocation
 from glassformer.costs.timing import Rates, rate_at, step_time
 from glassformer.data.batch import Batch
 from glassformer.lab.budget_report import design
@@ -38,6 +40,7 @@ from glassformer.spec.model import (
 from glassformer.spec.presets import PRESETS, budget_lm, fsm_probe, preset, qwen, seq2seq
 from glassformer.spec.train import SGD, AdamW, Muon, TrainSpec
 from glassformer.training.torch_engine import TorchEngine
+from tests.planting import Binary, Constant, catches
 from tests.strategies import model_specs
 
 B, T, S = 3, 5, 4  # no longer than the shortest context of the random specs
@@ -89,6 +92,7 @@ def test_flops_are_torchs_count(spec):
     assert B * flops(spec, length=T, source_length=S).forward == counted(spec, backward=False)
 
 
+@catches("attention over half the keys", "costs.estimates:flops", Constant(4), to="2")
 @pytest.mark.parametrize("name", ["budget-lm", "qwen", "digits", "fsm-factorized"])
 def test_training_is_three_forwards(name):
     spec = calm(preset(name))
@@ -186,6 +190,13 @@ def test_training_memory_is_weights_state_and_activations(params, vocab, length)
     )
 
 
+@catches(
+    "Adam with one moment",
+    "costs.estimates:optimizer_bytes",
+    Binary("+"),
+    to="p.size + 1",
+    case="optimizer2",
+)
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.9), AdamW(), Muon()])
 def test_optimizer_state_is_what_torch_holds(optimizer):
     spec = preset("qwen")
@@ -289,3 +300,15 @@ def test_where_host_and_device_overlap_the_longer_counts():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_time(name):
     assert 0 < step_time(preset(name), RATES, batch=2, length=16).total < 1e4
+
+
+def test_counts_by_component_add_up() -> None:
+    spec = budget_lm(vocab_size=97, d_model=24, d_ff=31, n_layers=5, n_heads=3, max_seq_len=41)
+    rows = re.findall(r"^( *\S[^\d\n]*?) +([\d,]+) +([\d.]+)%", format_allocation(spec), re.M)
+    counts = {name: int(count.replace(",", "")) for name, count, _ in rows}
+    total = counts.pop("total")
+    inside = [count for name, count in counts.items() if name.startswith(" ")]
+    assert sum(inside) == counts["layers"]
+    assert sum(counts.values()) - sum(inside) == total
+    for name, _, share in rows[:-1]:
+        assert float(share) == pytest.approx(100 * counts[name] / total, abs=0.006)

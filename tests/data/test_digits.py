@@ -17,6 +17,7 @@ from glassformer.data.tasks.digits import (
 )
 from glassformer.spec.errors import InputError
 from glassformer.spec.tasks import OPERATIONS, DigitsTask
+from tests.planting import Compare, catches
 
 TASK = Digits(DigitsTask())
 SMALL = DigitsTask(max_length=3, examples=777)
@@ -82,6 +83,7 @@ def splits_are_unique_and_right(spec=SMALL):
     return made
 
 
+@catches("test is val too", "data.task:tenths", Compare("==", nth=1), to="{left} >= 8")
 def test_splits_are_unique_and_right():
     made = splits_are_unique_and_right()
     assert {split: len(examples) for split, examples in made.items()} == {

@@ -21,7 +21,8 @@ def whole(task, split):
     return task.batch(split, rows), task.oracle(split, rows)
 
 
-def rows_say_what_the_machine_does(machine):
+@pytest.mark.parametrize("machine", [*TABLE, "regex:(ab|cd)*e?(a|b)*"])
+def test_rows_say_what_the_machine_does(machine):
     task = fsm(machine, min_length=2)
     names = task.tokenizer.names
     for split, longest in (("train", 16), ("val", 16), ("test", 16), ("longer", 24)):
@@ -46,12 +47,7 @@ def rows_say_what_the_machine_does(machine):
                 task.machine.run([*symbols, names[following[-1]]])  # can go on so
 
 
-@pytest.mark.parametrize("machine", [*TABLE, "regex:(ab|cd)*e?(a|b)*"])
-def test_rows_say_what_the_machine_does(machine):
-    rows_say_what_the_machine_does(machine)
-
-
-def padding_has_no_weight_and_no_truth():
+def test_padding_has_no_weight_and_no_truth():
     task = fsm("parity")
     for split in task.sizes():
         batch, truth = whole(task, split)
@@ -64,11 +60,8 @@ def padding_has_no_weight_and_no_truth():
         assert not truth.legal[pad].any()
 
 
-def test_padding_has_no_weight_and_no_truth():
-    padding_has_no_weight_and_no_truth()
-
-
-def oracle_is_the_walk(machine):
+@pytest.mark.parametrize("machine", TABLE)
+def test_oracle_is_the_walk(machine):
     task = fsm(machine, min_length=2)
     batch, truth = whole(task, "test")
     for row in range(0, len(batch.tokens), 11):
@@ -93,11 +86,6 @@ def oracle_is_the_walk(machine):
 
 
 @pytest.mark.parametrize("machine", TABLE)
-def test_oracle_is_the_walk(machine):
-    oracle_is_the_walk(machine)
-
-
-@pytest.mark.parametrize("machine", TABLE)
 def test_a_perfect_model_has_no_excess_and_only_legal_mass(machine):
     task = fsm(machine)
     for split in task.sizes():
@@ -110,7 +98,8 @@ def test_a_perfect_model_has_no_excess_and_only_legal_mass(machine):
         assert (truth.excess(uniform)[batch.valid] > 0.1).all()
 
 
-def no_string_is_in_two_splits(machine="parity"):
+@pytest.mark.parametrize("machine", TABLE)
+def test_no_string_is_in_two_splits(machine):
     task = fsm(machine)
     own = {}
     for split in task.sizes():
@@ -118,11 +107,6 @@ def no_string_is_in_two_splits(machine="parity"):
         own[split] = {tuple(t[v].tolist()) for t, v in zip(batch.tokens, batch.valid, strict=True)}
     assert sum(map(len, own.values())) == len(set().union(*own.values()))
     assert min(map(len, own.values())) > 50
-
-
-@pytest.mark.parametrize("machine", TABLE)
-def test_no_string_is_in_two_splits(machine):
-    no_string_is_in_two_splits(machine)
 
 
 def sampled_gap(task, split, *, weighted=True):
@@ -137,7 +121,8 @@ def sampled_gap(task, split, *, weighted=True):
     return off.sum() / weights.sum(), error
 
 
-def counted_targets_are_draws_from_the_oracle(machine="parity"):
+@pytest.mark.parametrize("machine", ["parity", "mod-3", "random-5", "partial-5"])
+def test_counted_targets_are_draws_from_the_oracle(machine):
     gaps = {"train": [], "val": [], "test": [], "longer": []}
     for seed in range(6):  # which rare strings are held out is chance too
         task = fsm(machine, seed=seed)
@@ -152,11 +137,6 @@ def counted_targets_are_draws_from_the_oracle(machine="parity"):
         assert error < 0.02
 
 
-@pytest.mark.parametrize("machine", ["parity", "mod-3", "random-5", "partial-5"])
-def test_counted_targets_are_draws_from_the_oracle(machine):
-    counted_targets_are_draws_from_the_oracle(machine)
-
-
 def test_uncounted_positions_are_why_there_are_weights():
     task = fsm("parity", examples=20_000)
     for split in ("val", "test", "longer"):
@@ -164,7 +144,8 @@ def test_uncounted_positions_are_why_there_are_weights():
         assert abs(gap) > 5 * error  # held-out strings alone would blame a perfect model
 
 
-def train_follows_the_walk(machine="parity"):
+@pytest.mark.parametrize("machine", ["parity", "brackets-4", "random-5"])
+def test_train_follows_the_walk(machine):
     """After each frequent prefix, each next token as often as the oracle says."""
     task = fsm(machine, examples=20_000)
     batch, truth = whole(task, "train")
@@ -188,11 +169,6 @@ def train_follows_the_walk(machine="parity"):
     lengths = task.lengths("train")
     error = lengths.std() / math.sqrt(len(lengths))
     assert abs(lengths.mean() - task.walk.totals(cut=16)[1]) < 4 * error
-
-
-@pytest.mark.parametrize("machine", ["parity", "brackets-4", "random-5"])
-def test_train_follows_the_walk(machine):
-    train_follows_the_walk(machine)
 
 
 def test_longer_counts_only_what_is_longer():

@@ -15,6 +15,7 @@ from glassformer.data.automata.library import (
 from glassformer.data.automata.machine import NOWHERE, Machine, counterexample, equivalent
 from glassformer.spec.errors import InputError
 from tests.data.strategies import machines, said, strings
+from tests.planting import Assign, catches
 
 
 def behaviours(machine, longest):
@@ -67,6 +68,12 @@ def test_minimised_finds_hidden_copies(seed):
     assert grown.minimised() == machine
 
 
+@catches(
+    "counterexample not shortest",
+    "data.automata.machine:counterexample",
+    Assign("pair"),
+    to="queue.pop()",
+)
 @given(machines(states=3), machines(states=3))
 @settings(max_examples=300)
 def test_counterexample_is_the_first_by_brute_force(a, b):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from glassformer.data.rng import Sampler
 from glassformer.spec.errors import InputError
+from tests.planting import Assign, catches
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 40), st.integers(-5, 5), st.booleans())
 
@@ -31,15 +32,11 @@ def test_an_epoch_has_every_row_once(arguments):
     every_row_once(*arguments)
 
 
-def order_of_asking_does_not_matter(arguments, steps):
+@given(SIZES, st.lists(st.integers(0, 1000), min_size=1, max_size=8))
+def test_the_step_alone_decides(arguments, steps):
     expected = [sampler(*arguments).rows(step).tolist() for step in steps]  # one fresh for each
     asked = sampler(*arguments)
     assert [asked.rows(step).tolist() for step in steps] == expected
-
-
-@given(SIZES, st.lists(st.integers(0, 1000), min_size=1, max_size=8))
-def test_the_step_alone_decides(arguments, steps):
-    order_of_asking_does_not_matter(arguments, steps)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped():
@@ -56,7 +53,13 @@ def test_what_is_handed_out_can_be_changed_without_harm():
     assert (order.rows(0) >= 0).all()
 
 
-def epochs_and_seeds_differ():
+@catches(
+    "every epoch alike",
+    "data.rng:Sampler._batches_of",
+    Assign("rng"),
+    to="{func}({args[0]}, {args[1]})",
+)
+def test_epochs_and_seeds_differ():
     order = Sampler(50, batch_size=50, seed=0)
     made = {tuple(order.rows(epoch)) for epoch in range(20)}
     made |= {tuple(Sampler(50, batch_size=50, seed=seed).rows(0)) for seed in range(1, 20)}
@@ -64,11 +67,7 @@ def epochs_and_seeds_differ():
     assert tuple(range(50)) not in made
 
 
-def test_epochs_and_seeds_differ():
-    epochs_and_seeds_differ()
-
-
-def batches_are_of_like_length():
+def test_batches_are_of_like_length():
     lengths = np.random.default_rng(0).integers(1, 33, 5_000)
     plain = Sampler(5_000, batch_size=32, seed=0)
     bucketed = Sampler(5_000, batch_size=32, seed=0, lengths=lengths)
@@ -85,10 +84,6 @@ def batches_are_of_like_length():
     # nor the same rows together each time
     again = {tuple(sorted(bucketed.rows(157 + step))) for step in range(157)}
     assert not any(tuple(sorted(bucketed.rows(step))) in again for step in range(157))
-
-
-def test_batches_are_of_like_length():
-    batches_are_of_like_length()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from glassformer.data.tasks import text as module
 from glassformer.data.tasks.text import Text, held_out_text, read_corpus
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.tasks import TextTask
+from tests.planting import Return, catches
 
 LINES = "".join(f"line {i}: the naïve fox — {i * 7919 % 1000}\n" for i in range(600))
 KINDS = ("characters", "bytes", "bpe")
@@ -35,7 +36,15 @@ def joined(task, split):
     return "".join(task.describe(split, row) for row in range(task.sizes()[split]))
 
 
-def targets_are_the_tokens_one_later(folder, kind="bpe"):
+@catches(
+    "text labels not shifted",
+    "data.tasks.text:Text.batch",
+    Return(),
+    arg="targets",
+    to="{{{keys[0]}: window_BT[:, :-1]}}",
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_are_the_tokens_one_later(folder, kind):
     task = Text(spec(folder, tokenizer=kind))
     for split, size in task.sizes().items():
         batch = task.batch(split, np.arange(size))
@@ -46,11 +55,6 @@ def targets_are_the_tokens_one_later(folder, kind="bpe"):
         assert (tokens[:-1] != targets[:-1]).any()
         assert batch.valid.all()
         assert (batch.weights == 1).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_targets_are_the_tokens_one_later(folder, kind):
-    targets_are_the_tokens_one_later(folder, kind)
 
 
 def parts_are_the_text_in_two(folder, kind="characters"):
@@ -81,17 +85,13 @@ def test_parts_are_the_text_in_two(folder, kind):
         assert all(value >= 1.0 for value in facts["bytes_per_token"].values())
 
 
-def pieces_are_learned_from_the_training_part(tmp_path):
+def test_pieces_are_learned_from_the_training_part(tmp_path):
     file = tmp_path / "two.txt"
     file.write_text("abcd " * 900 + "\n" + "wxyz " * 90 + "\n")
     task = Text(spec(file, held_out=0.1))
     assert len(task.tokenizer.encode(" abcd")) == 1
     assert len(task.tokenizer.encode(" wxyz")) == 5
     assert set(joined(task, "val")) <= set(" wxyz\n")
-
-
-def test_pieces_are_learned_from_the_training_part(tmp_path):
-    pieces_are_learned_from_the_training_part(tmp_path)
 
 
 def test_python_s_own_manuals_need_no_download():
@@ -209,16 +209,12 @@ def test_one_huge_line_is_learned_from_in_parts(tmp_path):
     assert joined(task, "train").count("\n") <= 2  # between the files
 
 
-def parts_of_a_line_are_the_line():
+def test_parts_of_a_line_are_the_line():
     text = "a b" * 900 + "\n" + "y" * 3_500 + " end\nshort\n"
     parts = list(module.learning_lines(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= module.LONGEST_LINE
     assert parts[-1] == "short\n"
-
-
-def test_parts_of_a_line_are_the_line():
-    parts_of_a_line_are_the_line()
 
 
 def test_the_held_out_text_is_what_val_is_made_of(folder):

@@ -15,6 +15,7 @@ from glassformer.data.tasks.seq2seq import WAYS, Translation, written
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.tasks import TranslationTask
+from tests.planting import For, catches
 
 SMALL = TranslationTask(examples=3_000, pieces=400)
 
@@ -128,6 +129,12 @@ def test_batches_say_what_is_described():
     batches_say_what_is_described()
 
 
+@catches(
+    "pairs split, not values",
+    "data.tasks.seq2seq:_divided",
+    For("number", nth=1),
+    to="{func}(len(values))[:len({args[0]})]",
+)
 def test_nothing_held_out_is_trained_on():
     nothing_held_out_is_trained_on()
 

@@ -1,36 +1,96 @@
 """Beam search: exact at full width, greedy at width 1, and what comes between."""
 
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glassformer.checks.rows.decoding import every_hypothesis
+from glassformer.checks.rows.decoding import disagreements, every_hypothesis, random_trial
 from glassformer.generation.beam import beam_search, beam_steps
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
+from glassformer.generation.streaming import generate_batch
 from glassformer.gpu.recorded_stepper import RecordedStepper
+from glassformer.models.model import Model
 from glassformer.models.prompts import Prompts
-from glassformer.spec.decoding import BeamSpec
+from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import InputError
 from tests.generation import checks, markov
+from tests.generation.checks import SPECS, prompts_for
+from tests.planting import Call, Compare, catches
 from tests.tiny import VOCAB, built, tiny
-
-
-def test_the_n_best_list_of_full_width_is_exact():
-    checks.beams_are_exact(models=60)
 
 
 def test_searches_of_extreme_probabilities_are_exact():
     markov.steep_searches_are_exact()
 
 
-def test_narrow_beams_are_a_plain_search():
-    checks.narrow_beams_are_plain()
+@catches(
+    "EOS not counted",
+    "generation.beam:_continue",
+    Call("score"),
+    arg=1,
+    to="max(1, {it} - (finish == 'eos'))",
+)
+def test_the_n_best_list_of_full_width_is_exact() -> None:
+    """The n-best list of a search of full width = the best of all sequences."""
+    assert list(disagreements(60, steppers=(TorchStepper, RecordedStepper))) == []
 
 
-def test_beam_one_is_greedy_is_temperature_zero():
-    checks.beam_one_is_greedy()
+def test_narrow_beams_are_plain() -> None:
+    """Beams of any width = a search without cache, bound or batch, written down again."""
+    trials = [random_trial(seed) for seed in range(30)]
+    searches = [(trial.model, trial.prompts, trial.rules) for trial in trials]
+    for seed, name in enumerate(SPECS):
+        model = built(SPECS[name], seed=seed)
+        rules = {"max_new_tokens": 6, "eos": (seed,), "alpha": 1.0}
+        searches.append((model, prompts_for(model, 1), rules))
+    for model, prompts, rules in searches:
+        for width in (1, 2, 5):
+            spec = BeamSpec(width=width, **rules)
+            want = _plain_beams(model, prompts, spec)
+            for stepper in (TorchStepper(model), RecordedStepper(model)):
+                (found,) = beam_search(stepper, prompts, spec=spec)
+                assert [h.tokens for h in found.hypotheses] == want, (width, rules)
+
+
+def _plain_beams(model: Model, prompts: Prompts, spec: BeamSpec) -> list[tuple[int, ...]]:
+    live, complete = [(0.0, ())], []
+    for length in range(1, spec.max_new_tokens + 1):
+        candidates = []
+        for total, tokens in live:
+            rows = Prompts(((*prompts.tokens[0], *tokens),), prompts.sources)
+            logits_BV, _ = NaiveStepper(model).start(rows, room=1)
+            for token, value in enumerate(logits_BV[0].log_softmax(-1).tolist()):
+                early = token in spec.eos and length < spec.min_new_tokens
+                if token not in spec.forbidden and not early:
+                    candidates.append((total + value, (*tokens, token)))
+        live = []
+        for total, tokens in sorted(candidates, reverse=True)[: spec.width - len(complete)]:
+            if tokens[-1] in spec.eos or length == spec.max_new_tokens:
+                base = (5 + length) / 6 if spec.penalty == "gnmt" else length
+                complete.append((total / base**spec.alpha, tokens))
+            else:
+                live.append((total, tokens))
+    return [tokens for _, tokens in sorted(complete, reverse=True)]
+
+
+def test_beam_one_is_greedy_is_temperature_zero() -> None:
+    """A beam of one, greedy decoding and temperature 0 agree, whatever the length penalty."""
+    for seed, (name, alpha) in enumerate(itertools.product(SPECS, (-1.0, 0.0, 8.0))):
+        model = built(SPECS[name], seed=seed)
+        prompts, stepper = prompts_for(model), RecordedStepper(model)
+        rules = {"max_new_tokens": 9, "eos": (2, 7, 11), "min_new_tokens": 2}
+        greedy = generate_batch(stepper, prompts, spec=DecodeSpec(**rules))
+        beams = beam_search(stepper, prompts, spec=BeamSpec(width=1, alpha=alpha, **rules))
+        cold = generate_batch(
+            stepper, prompts, spec=DecodeSpec(temperature=1e-5, seed=seed, **rules)
+        )
+        for sequence, other, found in zip(greedy, cold, beams, strict=True):
+            assert sequence.tokens == other.tokens == found.hypotheses[0].tokens
+            assert math.isclose(sum(sequence.logprobs), found.hypotheses[0].logprob, abs_tol=1e-9)
+            assert sequence.finish == found.hypotheses[0].finish
 
 
 @given(
@@ -51,7 +111,7 @@ def test_no_completion_scores_above_the_bound(
     assert spec.score(logprob - more, length) <= bound + 1e-12 * abs(bound)
 
 
-def penalties_are_their_formulas() -> None:
+def test_penalties_are_their_formulas() -> None:
     """Worked out by hand: GNMT's divides by ((5 + n) / 6)^alpha, the other by n^alpha."""
     gnmt, power = BeamSpec(alpha=0.5), BeamSpec(alpha=0.5, penalty="power")
     assert math.isclose(gnmt.score(-6.0, 19), -3.0)
@@ -59,10 +119,6 @@ def penalties_are_their_formulas() -> None:
     assert BeamSpec(alpha=0.0).score(-6.0, 9) == -6.0
     assert math.isclose(BeamSpec(alpha=-1.0, penalty="power").score(-6.0, 3), -18.0)
     assert gnmt.score(-6.0, 20) > gnmt.score(-6.0, 10)  # long ones are favoured
-
-
-def test_penalties_are_their_formulas():
-    penalties_are_their_formulas()
 
 
 @pytest.mark.parametrize("name", ["learned", "encoder-pre", "window"])
@@ -84,7 +140,7 @@ def test_a_batch_of_searches_is_each_alone(name, groups):
                 assert math.isclose(a.score, b.score, abs_tol=1e-9)
 
 
-def groups_differ() -> None:
+def test_groups_differ() -> None:
     """A group avoids what earlier ones chose; without diversity all groups are the same."""
     model = built(checks.SPECS["learned"])
     rules = {"width": 4, "max_new_tokens": 5}
@@ -96,10 +152,6 @@ def groups_differ() -> None:
         assert len({h.tokens[place] for h in apart}) == 4
     one = beam_search(TorchStepper(model), [[1]], spec=BeamSpec(width=1, max_new_tokens=5))[0]
     assert one.hypotheses[0].tokens in {h.tokens for h in apart}
-
-
-def test_groups_differ():
-    groups_differ()
 
 
 def test_the_tree_is_recorded():
@@ -123,7 +175,8 @@ def test_the_tree_is_recorded():
     assert max(by_place) <= 3
 
 
-def searches_end_early() -> None:
+@catches("never stops early", "generation.beam:_Item.settled", Compare(">="), to="False and {it}")
+def test_searches_end_early() -> None:
     """A search with n_best below the width stops when nothing live can win, not when all end."""
     rules = {"width": 4, "alpha": -1.0, "max_new_tokens": 25, "eos": (0, 1, 2)}
     read = {1: 0, 4: 0}
@@ -134,10 +187,6 @@ def searches_end_early() -> None:
             beam_search(stepper, [[1]], spec=BeamSpec(n_best=n_best, **rules))
             read[n_best] += stepper.positions
     assert read[1] < 0.7 * read[4]
-
-
-def test_searches_end_early():
-    searches_end_early()
 
 
 def test_widths_beyond_the_vocabulary_and_few_sequences():

@@ -8,13 +8,15 @@ import torch
 
 from glassformer.data.tokenizers.vocab import Characters
 from glassformer.generation.beam import beam_search
-from glassformer.generation.loop import decode
+from glassformer.generation.loop import NOTHING, decode
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.prompts import Prompts
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
 from tests.generation import checks
+from tests.generation.checks import PROMPTS, SPECS
+from tests.planting import Compare, catches
 from tests.tiny import MAX_SEQ_LEN, VOCAB, built
 
 
@@ -22,11 +24,37 @@ def stepper_of(name="learned"):
     return TorchStepper(built(checks.SPECS[name]))
 
 
-def test_rows_end_alone():
-    checks.rows_end_alone()
+@catches("finished rows sampled on", "generation.loop:_columns", Compare("is"), to="True")
+def test_rows_end_alone() -> None:
+    """A row ends with its first eos, gives nothing afterwards, and leaves the batch."""
+    model = built(SPECS["rotary"], seed=7)
+    stepper = TorchStepper(model)
+    free = generate_batch(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12))
+    eos = (free[0].tokens[2],)
+    assert all(eos[0] not in other.tokens[:5] for other in free[1:]), "the first row ends first"
+    sizes = []
+    take = stepper.step
+
+    def counted(tokens_B, *, past):
+        sizes.append(len(tokens_B))
+        return take(tokens_B, past=past)
+
+    stepper.step = counted
+    columns = list(decode(stepper, PROMPTS, spec=DecodeSpec(max_new_tokens=12, eos=eos)))
+    for row, whole in enumerate(free):
+        got = [int(column.tokens_B[row]) for column in columns]
+        want = list(whole.tokens)
+        if eos[0] in want:
+            want = want[: want.index(eos[0]) + 1]
+        assert got == want + [NOTHING] * (len(columns) - len(want))
+        ends = [bool(column.finished_B[row]) for column in columns]
+        assert ends == [place >= len(want) - 1 for place in range(len(columns))]
+        assert columns[-1].finish[row] == ("eos" if want[-1] == eos[0] else "length")
+    assert sizes == [sum(not f for f in column.finished_B) for column in columns[:-1]]
+    assert sizes[-1] < len(PROMPTS)
 
 
-def lengths_are_kept() -> None:
+def test_lengths_are_kept() -> None:
     """No end before min_new_tokens, none after max_new_tokens."""
     stepper = stepper_of()
     for least in (0, 1, 4, 6):
@@ -37,10 +65,6 @@ def lengths_are_kept() -> None:
             assert (sequence.finish == "eos") == (sequence.tokens[-1] in spec.eos)
 
 
-def test_lengths_are_kept():
-    lengths_are_kept()
-
-
 def test_forced_and_forbidden_tokens():
     spec = DecodeSpec(max_new_tokens=6, forced=(8, 8, 1), forbidden=tuple(range(9, VOCAB)))
     for sequence in generate_batch(stepper_of(), checks.PROMPTS, spec=spec):
@@ -48,7 +72,7 @@ def test_forced_and_forbidden_tokens():
         assert max(sequence.tokens) < 9
 
 
-def repetition_counts_everything() -> None:
+def test_a_repetition_penalty_counts_the_prompt_and_what_was_made() -> None:
     """The prompt and what was made: greedy decoding, written down again."""
     model = built(checks.SPECS["learned"])
     spec = DecodeSpec(max_new_tokens=12, repetition_penalty=2.0)
@@ -60,10 +84,6 @@ def repetition_counts_everything() -> None:
                 values[seen] *= 0.5 if values[seen] > 0 else 2.0
             assert token == max(range(VOCAB), key=values.__getitem__)
             whole.append(token)
-
-
-def test_a_repetition_penalty_counts_the_prompt_and_what_was_made():
-    repetition_counts_everything()
 
 
 def test_logprobs_are_the_models_own():

@@ -12,6 +12,7 @@ from glassformer.generation.streaming import generate_batch
 from glassformer.generation.text_stream import StopFilter, TextStream
 from glassformer.spec.decoding import DecodeSpec
 from tests.generation import checks
+from tests.planting import Binary, catches
 from tests.tiny import built
 
 HARD = "naïve 你好 👩🏽\u200d🚀 é\u0301, \ufffd \U0010ffff"
@@ -23,7 +24,10 @@ def pieces_of(tokenizer, ids):
     return [*(stream.push(token) for token in ids), stream.flush()]
 
 
-def text_streams_whole() -> None:
+@catches(
+    "half a character shown", "generation.text_stream:TextStream.push", Binary("-"), to="{left}"
+)
+def test_text_streams_whole() -> None:
     """Every piece is whole characters; nothing is held longer than a character lacks bytes."""
     pieces = pieces_of(Bytes(), Bytes().encode(HARD))
     assert "".join(pieces) == HARD
@@ -34,10 +38,6 @@ def text_streams_whole() -> None:
             assert pieces[place : place + bytes_of - 1] == [""] * (bytes_of - 1)
             assert pieces[place + bytes_of - 1].endswith(character)
         place += bytes_of
-
-
-def test_text_streams_whole():
-    text_streams_whole()
 
 
 @given(st.binary(max_size=40))
@@ -69,7 +69,7 @@ def test_an_unused_stream_is_empty():
     assert TextStream(Bytes()).flush() == ""
 
 
-def stop_strings_stop() -> None:
+def test_stop_strings_stop() -> None:
     """A row ends where a stop string is complete, and its text ends before it."""
     model = built(checks.SPECS["learned"])
     letters = Characters("".join(chr(97 + i) for i in range(19)))
@@ -88,11 +88,7 @@ def stop_strings_stop() -> None:
     assert len(list(decode(stepper, [[1, 2]], spec=spec, tokenizer=letters))) == end
 
 
-def test_stop_strings_stop():
-    stop_strings_stop()
-
-
-def stops_are_held_back() -> None:
+def test_stops_are_held_back() -> None:
     """Nothing of a stop string is shown, and nothing else is lost."""
     stops = ("</s>", "ab")
     for text in ("one</s>two", "a<a</", "aab", "</sab", "<<</s>", "a", "xyz"):
@@ -106,10 +102,6 @@ def stops_are_held_back() -> None:
                 assert want.startswith(shown)
             assert shown + visible.flush() == want
             assert visible.over == bool(cuts)
-
-
-def test_stops_are_held_back():
-    stops_are_held_back()
 
 
 def test_nothing_is_held_longer_than_it_may_be_a_stop():

@@ -22,7 +22,7 @@ def tokens_of(stepper, prompts=checks.PROMPTS):
     return [g.tokens for g in generate_batch(stepper, prompts, spec=SPEC)]
 
 
-def new_weights_are_noticed() -> None:
+def test_new_weights_are_noticed() -> None:
     """Derived forms follow the model: trained on, loaded into, cast."""
     model = built(checks.SPECS["rotary"])
     decoder = RecordedStepper(model)
@@ -34,10 +34,6 @@ def new_weights_are_noticed() -> None:
     assert tokens_of(decoder) == tokens_of(NaiveStepper(model))
     model.float()
     assert tokens_of(decoder) == tokens_of(NaiveStepper(model))
-
-
-def test_new_weights_are_noticed():
-    new_weights_are_noticed()
 
 
 def test_the_memory_is_the_size_that_the_spec_predicts_and_is_kept():
@@ -68,7 +64,7 @@ def test_memory_is_flat_over_many_generations():
     assert tensors() == before
 
 
-def one_decoding_at_a_time() -> None:
+def test_one_decoding_at_a_time() -> None:
     """A second decoding takes the memory; the first is told instead of answering nonsense."""
     decoder = RecordedStepper(built(checks.SPECS["learned"]))
     first = decode(decoder, [[1, 2]], spec=SPEC)
@@ -76,10 +72,6 @@ def one_decoding_at_a_time() -> None:
     assert len(list(decode(decoder, [[3]], spec=SPEC))) == 8
     with pytest.raises(InputError, match="another decoding"):
         next(first)
-
-
-def test_one_decoding_at_a_time():
-    one_decoding_at_a_time()
 
 
 def test_layers_of_another_kind_are_refused():

@@ -53,9 +53,9 @@ def test_every_evaluation_leaves_probes(name, engine, tmp_path):
     assert sorted(left) == ["step-000007.safetensors", "step-000009.safetensors"], "nothing beside"
 
 
-def the_examples_are_fixed_and_held_out(folder):
-    run = trained(sample("torch", "train.steps=21", "task.examples=200"), folder / "run")
-    found = list(found_in(folder / "run").values())
+def test_the_examples_are_fixed_and_held_out(tmp_path):
+    run = trained(sample("torch", "train.steps=21", "task.examples=200"), tmp_path / "run")
+    found = list(found_in(tmp_path / "run").values())
     assert len(found) == 3
     assert len({(probes.examples, probes.words) for probes in found}) == 1
     first = found[0]
@@ -65,10 +65,6 @@ def the_examples_are_fixed_and_held_out(folder):
     # the last step's are those of the model as it ended
     again = artifacts.take_probes(run.engine, run.task, examples=8, step=21)
     assert again.to_bytes() == found[-1].to_bytes()
-
-
-def test_the_examples_are_fixed_and_held_out(tmp_path):
-    the_examples_are_fixed_and_held_out(tmp_path)
 
 
 def test_they_can_be_fewer_or_none_and_change_nothing_else(tmp_path):
@@ -106,22 +102,18 @@ def test_overwriting_removes_them(tmp_path):
     assert not (tmp_path / "run" / "probes").exists()
 
 
-def a_resumed_run_leaves_the_same(folder):
-    trained(sample("torch", KEPT), folder / "whole")
-    want = outcome(folder / "whole")["probes"]
+def test_a_resumed_run_leaves_the_same(tmp_path):
+    trained(sample("torch", KEPT), tmp_path / "whole")
+    want = outcome(tmp_path / "whole")["probes"]
     assert len(want) == 5
     for step in (3, 15, 27):
-        copy = killed_after(folder / "whole", step, to=folder / f"from-{step}")
+        copy = killed_after(tmp_path / "whole", step, to=tmp_path / f"from-{step}")
         run = TrainingRun(load_run_spec(RunDirectory(copy)), copy)
         run.resume()
         assert all(left <= step for left in found_in(copy)), "it will see the later ones again"
         for _ in run.events():
             pass
         assert outcome(copy)["probes"] == want
-
-
-def test_a_resumed_run_leaves_the_same(tmp_path):
-    a_resumed_run_leaves_the_same(tmp_path)
 
 
 def test_a_resumed_run_that_thins_leaves_the_same(tmp_path, monkeypatch):
@@ -144,7 +136,7 @@ def _first(folder):
     return next(iter(probe_files(RunDirectory(folder)).values())).read_bytes()
 
 
-def what_stays_is_bounded_nested_and_even_by_logarithm():
+def test_what_stays_is_bounded_nested_and_even_by_logarithm():
     for most in (2, 5, 9, 40):
         before = set()
         for number in range(1, 300):
@@ -162,10 +154,6 @@ def what_stays_is_bounded_nested_and_even_by_logarithm():
     assert len(steps) > 32, "the room is used"
     gaps = [later / earlier for earlier, later in itertools.pairwise(steps[16:])]
     assert max(gaps) <= 1.5
-
-
-def test_what_stays_is_bounded_nested_and_even_by_logarithm():
-    what_stays_is_bounded_nested_and_even_by_logarithm()
 
 
 def test_numbers_that_are_not_finite_are_not_kept(tmp_path):

@@ -10,6 +10,7 @@ from glassformer.lab.runs.curves import AlertMark, read_curves
 from glassformer.lab.runs.metrics_file import MOST, extremes, smooth
 from glassformer.spec.errors import FileError, InputError
 from tests.lab.runs import sample, trained
+from tests.planting import Binary, Call, catches
 
 
 def line(step, loss, **more):
@@ -70,6 +71,7 @@ def test_of_several_heads_the_loss_is_the_first_ones_also_in_old_runs(tmp_path):
     assert "objective" not in read_curves(tmp_path).series
 
 
+@catches("a torn line is read", "lab.runs.curves:read_curves", Binary("+"), to="len(data)")
 def test_a_torn_last_line_waits_for_the_next_reading(tmp_path):
     write(tmp_path, line(1, 3.0), end='{"step": 2, "lo')
     first = read_curves(tmp_path)
@@ -97,6 +99,7 @@ def test_a_step_that_comes_again_replaces_what_it_was(tmp_path):
     assert (found.step.tolist(), found.value.tolist()) == ([1, 2], [4.0, 2.0])
 
 
+@catches("NaN becomes 0", "lab.runs.metrics_file:_number", Call("get"), to="0.0")
 def test_what_is_not_finite_is_read_as_such(tmp_path):
     write(tmp_path, line(1, "nan"), line(2, "inf"), line(3, 1.0))
     values = read_curves(tmp_path)["loss"].value

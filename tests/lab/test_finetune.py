@@ -202,15 +202,15 @@ def test_peft_opens_the_checkpoint_of_a_run(both):
     assert apart(logits(load_model(both / "lora@last")), got) <= SAME
 
 
-def the_base_stands_still(folder: Path) -> None:
+def test_the_base_stands_still(tmp_path: Path) -> None:
     """Neither its files nor, with LoRA, its weights in memory change."""
-    written(folder)
-    before = {p.name: p.read_bytes() for p in (folder / "qwen").iterdir()}
-    weights = weights_of(load_model(folder / "qwen"))
+    written(tmp_path)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "qwen").iterdir()}
+    weights = weights_of(load_model(tmp_path / "qwen"))
     for kind in (FULL, LORA):
         run = trained(
-            spec_in(folder, "train.steps=2", "train.optimizer.weight_decay=0.1", *kind),
-            folder / kind[0],
+            spec_in(tmp_path, "train.steps=2", "train.optimizer.weight_decay=0.1", *kind),
+            tmp_path / kind[0],
         )
         own = dict(trained_model(run).named_parameters())
         if kind is LORA:
@@ -218,11 +218,7 @@ def the_base_stands_still(folder: Path) -> None:
             assert set(run.engine.weights()) == {n for n in own if "lora" in n}
         else:
             assert any((own[name].detach().numpy() != weights[name]).any() for name in weights)
-    assert {p.name: p.read_bytes() for p in (folder / "qwen").iterdir()} == before
-
-
-def test_the_base_stands_still(tmp_path):
-    the_base_stands_still(tmp_path)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "qwen").iterdir()} == before
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -32,6 +32,7 @@ from glassformer.store.rundir import RunDirectory, run_folder
 from glassformer.store.tensors import read_tensors
 from glassformer.training.fit import StepRecord
 from tests.lab.runs import KEPT, assert_same, metrics, outcome, resumed, rewritten, sample, trained
+from tests.planting import Call, Name, catches
 from tests.training.samples import ENGINES, digits, machine
 
 DIVERGING = ("train.optimizer=SGD", "train.clip=0", "train.label_smoothing=0")
@@ -133,20 +134,17 @@ def test_events_tell_everything_in_order(tmp_path):
     assert told == want
 
 
-def pointers_and_pruning_keep_best_and_last(folder: Path) -> None:
+@catches("the best one is pruned", "store.rundir:RunDirectory.prune", Call("pointed"), to="None")
+def test_pointers_and_pruning_keep_best_and_last(tmp_path: Path) -> None:
     """Nothing is learned, so the first evaluation is the best and its checkpoint stays."""
     spec = sample("torch", "train.lr=1e-30", "train.evaluate_every=5", "train.steps=21")
-    run = trained(spec, folder / "run")
+    run = trained(spec, tmp_path / "run")
     directory = run.directory
     assert directory.pointed("best") == 5
     assert directory.pointed("last") == 21
     assert directory.steps() == [5, 18, 21]
     for step in directory.steps():
         verify_folder(directory.step_folder(step))
-
-
-def test_pointers_and_pruning_keep_best_and_last(tmp_path):
-    pointers_and_pruning_keep_best_and_last(tmp_path)
 
 
 def test_early_stop_counts_evaluations_without_a_better_one(tmp_path):
@@ -291,6 +289,13 @@ def damage(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+@catches(
+    "a damaged checkpoint is used",
+    "store.rundir:RunDirectory.newest_whole",
+    Name("step"),
+    drop=True,
+    case="flipped bit-state.safetensors",
+)
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
 @pytest.mark.parametrize("how", ["flipped bit", "truncated", "missing"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_note(how, file, tmp_path):
@@ -520,8 +525,8 @@ def alerts_of(run: TrainingRun, records: list[StepRecord]) -> list[Alert]:
     return [alert for one in records for alert in run._watch(one)]
 
 
-def counts_start_again_after_a_good_step(folder: Path) -> None:
-    run = TrainingRun(digits(), folder / "run")
+def test_counts_start_again_after_a_good_step(tmp_path: Path) -> None:
+    run = TrainingRun(digits(), tmp_path / "run")
     run.prepare()
     bad, good = record(1, math.nan, applied=False), record(1, 2.0)
     assert len(alerts_of(run, [bad, bad, good, bad, bad])) == 4
@@ -529,13 +534,9 @@ def counts_start_again_after_a_good_step(folder: Path) -> None:
         alerts_of(run, [bad])
 
 
-def test_counts_start_again_after_a_good_step(tmp_path):
-    counts_start_again_after_a_good_step(tmp_path)
-
-
-def spikes_are_told(folder: Path) -> None:
+def test_spikes_are_told(tmp_path: Path) -> None:
     """Six deviations above the mean of the last 128 losses, and only above, and only then."""
-    run = TrainingRun(digits(), folder / "run")
+    run = TrainingRun(digits(), tmp_path / "run")
     run.prepare()
     calm = [record(i, 2.0 + 0.1 * (-1) ** i) for i in range(WINDOW)]
     assert alerts_of(run, [*calm[:-1], record(0, 50.0)]) == [], "not before the window is full"
@@ -550,10 +551,6 @@ def spikes_are_told(folder: Path) -> None:
     assert (alert.step, alert.kind) == (201, "spike")
     told = json.loads(run.directory.alerts.read_text())
     assert told == {"step": 201, "kind": "spike", "message": alert.message}
-
-
-def test_spikes_are_told(tmp_path):
-    spikes_are_told(tmp_path)
 
 
 def test_losses_that_never_change_are_no_spikes(tmp_path):

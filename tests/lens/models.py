@@ -76,3 +76,12 @@ def inputs_of(name: str, *, seed: int = 0, padded: bool = False) -> Inputs:
     if not padded:
         return Inputs(tokens_1T, source_BS=source_1S)
     return Inputs(tokens_1T, valid, source_BS=source_1S, source_valid_BS=source_valid)
+
+
+EXACT = 1e-12  # float64: the same sums in another order
+
+
+def by_hand(model, inputs, head):
+    """log p of every position, from the model's own forward."""
+    with torch.no_grad():
+        return torch.log_softmax(model(inputs)[head][0], dim=-1)

@@ -54,7 +54,8 @@ def row_of(batch, b):
     )
 
 
-def a_snapshot_shows_what_a_look_shows(encoder):
+@pytest.mark.parametrize("encoder", [False, True])
+def test_a_snapshot_shows_what_a_look_shows(encoder):
     """Example by example, against the lens of one sequence."""
     model = built(tiny(encoder=encoder, final_norm=LayerNorm())).float().eval()
     batch = batch_of(source=(4, 6, 2) if encoder else ())
@@ -81,11 +82,6 @@ def a_snapshot_shows_what_a_look_shows(encoder):
     assert np.array_equal(found.counted_BT, asked)
     assert np.allclose(found.losses_BT[asked], nll[asked], atol=1e-4)
     assert found.loss == pytest.approx(nll[asked].mean(), abs=1e-5)
-
-
-@pytest.mark.parametrize("encoder", [False, True])
-def test_a_snapshot_shows_what_a_look_shows(encoder):
-    a_snapshot_shows_what_a_look_shows(encoder)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -116,7 +112,7 @@ def test_an_answers_loss_stands_where_it_is_read():
     assert np.argwhere(found.counted_BT).tolist() == [[b, end] for b, end in enumerate(ends)]
 
 
-def what_is_long_is_cut():
+def test_what_is_long_is_cut():
     """A causal model's losses are those of the whole; another's are not shown."""
     lengths = (TOKENS + 9, TOKENS, 5)
     spec = tiny(max_seq_len=2 * TOKENS)
@@ -134,10 +130,6 @@ def what_is_long_is_cut():
     asking = replace(batch, targets={"answer": np.array([3, 1, 4])}, weights=None)
     ahead = snapshot(built(seeing).float().eval(), asking)
     assert ahead.counted_BT.any(1).tolist() == [False, True, True]
-
-
-def test_what_is_long_is_cut():
-    what_is_long_is_cut()
 
 
 def test_a_model_of_many_heads_keeps_less():

@@ -24,6 +24,7 @@ from glassformer.spec.model import (
     NextHead,
     Stack,
 )
+from tests.planting import Binary, If, catches
 from tests.tiny import built, tiny
 
 HEAD = HeadName("self", 0, 0)
@@ -67,7 +68,7 @@ def chance_from(place):
 # --- maps with known roles ------------------------------------------------------------------------
 
 
-def known_maps_score_as_they_must():
+def test_known_maps_score_as_they_must():
     previous = maps_of(looking(lambda t: max(0, t - 1)))
     first = maps_of(looking(lambda t: 0))
     third = maps_of(looking(lambda t: min(t, 3)))
@@ -86,10 +87,6 @@ def known_maps_score_as_they_must():
     assert roles.fixed_position(third, HEAD, at="every").chance == pytest.approx(chance_from(3))
 
 
-def test_known_maps_score_as_they_must():
-    known_maps_score_as_they_must()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_head_that_looks_everywhere_alike_is_at_chance(causal):
     maps = maps_of(even(causal), causal=causal)
@@ -102,7 +99,8 @@ def test_a_head_that_looks_everywhere_alike_is_at_chance(causal):
     assert roles.induction(maps, HEAD, half=3).lift == pytest.approx(0.0, abs=1e-6)
 
 
-def induction_is_what_followed_the_earlier_copy():
+@catches("the earlier copy itself", "lens.measure.roles:induction", Binary("+"), to="{left}")
+def test_induction_is_what_followed_the_earlier_copy():
     half = 3
     follows = maps_of(looking(lambda t: max(0, t - half + 1), length=2 * half))
     copies = maps_of(looking(lambda t: max(0, t - half), length=2 * half))
@@ -112,11 +110,7 @@ def induction_is_what_followed_the_earlier_copy():
     assert roles.induction(copies, HEAD, half=half).chance == pytest.approx(want)
 
 
-def test_induction_is_what_followed_the_earlier_copy():
-    induction_is_what_followed_the_earlier_copy()
-
-
-def padding_is_no_place():
+def test_padding_is_no_place():
     """Rows of 4 and 6 tokens: the last real place is -1 for both; padded queries are not asked."""
     lengths = [4, 6]
     weights = torch.zeros(2, T, T)
@@ -129,10 +123,6 @@ def padding_is_no_place():
     assert (last.score, last.chance) == (0.0, pytest.approx((1 / 4 + 1 / 6) / 2))
 
 
-def test_padding_is_no_place():
-    padding_is_no_place()
-
-
 def by_group(share):
     """Rows of two groups: `share` of the attention goes to place 1 or 2 by group, the rest to 0."""
     groups = ["one", "two"] * 6
@@ -143,7 +133,10 @@ def by_group(share):
     return maps_of(weights, causal=False), groups
 
 
-def groups_score_what_moves_between_them():
+@catches(
+    "chance without shuffling", "lens.measure.roles:group_difference", If("shuffled"), to="False"
+)
+def test_groups_score_what_moves_between_them():
     for share in (1.0, 0.3, 0.01):
         maps, groups = by_group(share)
         found = roles.group_difference(maps, HEAD, groups, at="every", seed=0)
@@ -152,10 +145,6 @@ def groups_score_what_moves_between_them():
     maps, groups = by_group(1.0)
     mixed = groups[:4] + ["one"] * 4 + ["two"] * 4
     assert roles.group_difference(maps, HEAD, mixed, at="every", seed=0).score < 0.5
-
-
-def test_groups_score_what_moves_between_them():
-    groups_score_what_moves_between_them()
 
 
 def test_groups_that_say_nothing_are_at_chance():
@@ -220,7 +209,7 @@ def induction_model():
     return model
 
 
-def a_hand_made_induction_model_is_found_out():
+def test_a_hand_made_induction_model_is_found_out():
     found = head_roles(induction_model())
     assert found.role("L0H0")[0] == "previous token"
     assert found.role("L1H0")[0] == "induction"
@@ -228,10 +217,6 @@ def a_hand_made_induction_model_is_found_out():
     # The first place has no token before it and copies itself: one query in nine is torn in two.
     assert found.role("L1H0")[1].score == pytest.approx(8.5 / 9, abs=0.02)
     assert found.role("L1H0")[1].chance == pytest.approx(sum(1 / (t + 1) for t in range(9, 18)) / 9)
-
-
-def test_a_hand_made_induction_model_is_found_out():
-    a_hand_made_induction_model_is_found_out()
 
 
 def test_random_weights_have_no_clear_role():

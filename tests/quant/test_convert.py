@@ -33,7 +33,10 @@ from glassformer.quant.convert import (
     quantized_layers,
     use_backend,
 )
-from glassformer.quant.schemes import dequantize, quantize_tensor
+from glassformer.quant.schemes import (
+    dequantize,
+    quantize_tensor,
+)
 from glassformer.spec import presets
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import InputError, MachineError
@@ -41,11 +44,12 @@ from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import VectorHead
 from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import Int4, Int8
+from glassformer.spec.serialize import override
 from glassformer.spec.tasks import SequenceTask
 from glassformer.spec.train import TrainSpec
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine
-from tests.quant.checks import both_sides_share_one_table, logits, model, tokens
+from tests.quant.models import logits, model, tokens
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings(
@@ -100,8 +104,13 @@ def test_a_predicate_selects():
         quantize_model(model(), select=lambda path, module: False)
 
 
-def test_both_sides_of_an_encoder_decoder():
-    both_sides_share_one_table()
+def test_both_sides_of_an_encoder_decoder() -> None:
+    spec = override(presets.seq2seq(vocab_size=67, d_model=64, n_heads=4, n_layers=1), ())
+    full = build(spec, generator=torch.Generator().manual_seed(1))
+    small = quantize_model(copy.deepcopy(full), QuantSpec())
+    if spec.share_embedding:
+        assert small.encoder.embed is small.decoder.embed
+    assert is_model_quantized(small)
 
 
 def test_ptq_watches_then_converts():

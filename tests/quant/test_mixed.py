@@ -18,7 +18,7 @@ from glassformer.quant.smooth import quantize_on
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec, quant_spec
 from glassformer.spec.schemes import Int4, Int8
-from tests.quant.checks import logits, model, tokens
+from tests.quant.models import logits, model, tokens
 
 
 def mean_bits(of) -> float:

@@ -28,7 +28,7 @@ from glassformer.spec.schemes import NAMES, SCHEMES, Float8, Int4, Int8, make_sc
 from glassformer.spec.serialize import from_json
 from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.store.tensors import CODES
-from tests.quant.checks import logits, model, noise
+from tests.quant.models import logits, model, noise
 
 BEFORE = Path(__file__).parent / "written_before"
 

@@ -27,7 +27,7 @@ from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Int4, Int8
-from tests.quant.checks import logits, model, noise, tokens
+from tests.quant.models import logits, model, noise, tokens
 
 
 def with_outliers(name: str = "qwen", channels: tuple[int, ...] = (3, 17)):

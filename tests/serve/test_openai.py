@@ -6,8 +6,13 @@ import json
 import openai
 import pytest
 
+import glassformer.serve.engine
+from glassformer.serve.answers import Answer, Completion
+from glassformer.serve.app import Limits
+from glassformer.serve.request import completion_request
 from glassformer.spec.decoding import DecodeSpec
 from tests.adapters.folders import write_model
+from tests.planting import If, Keyword, Name, catches
 from tests.serve.conftest import HELLO, House
 
 SAMPLED = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 5, "temperature": 0.8}
@@ -82,6 +87,7 @@ def test_logprobs_are_the_models_own(house):
             assert bytes(one.bytes).decode() == one.token
 
 
+@catches("a stop string is shown", "generation.streaming:RowText.__init__", Name("stop"), to="()")
 def test_a_stop_string_ends_and_is_not_shown(house):
     async def work(client):
         whole = await client.chat.completions.create(**SAMPLED)
@@ -95,6 +101,7 @@ def test_a_stop_string_ends_and_is_not_shown(house):
     assert cut.finish_reason == "stop"
 
 
+@catches("choices share a seed", "serve.app:_Api.rows", Keyword("row"), to="0")
 def test_choices_differ_and_seeds_repeat(house):
     async def work(client):
         first = await client.chat.completions.create(**SAMPLED, n=3)
@@ -106,6 +113,82 @@ def test_choices_differ_and_seeds_repeat(house):
     assert first == again
     assert len(set(first)) == 3
     assert other[0] != first[0]
+
+
+def complete(house: House, **asked):
+    async def work(client):
+        return await client.completions.create(**{"model": "tiny", "prompt": "the cat", **asked})
+
+    return house.run(work)
+
+
+def test_without_a_seed_nothing_repeats(house):
+    texts = {complete(house, max_tokens=12, temperature=1).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_a_token_that_a_bias_forces_is_as_unlikely_as_before(house):
+    word = str(house.served.tokenizer.encode("cat")[0])
+    found = complete(house, max_tokens=3, logit_bias={word: 100}, logprobs=0)
+    assert max(found.choices[0].logprobs.token_logprobs) < -0.5
+
+
+def test_usage_counts_every_choice(house):
+    """Two choices of five tokens each, none of which may be the end."""
+    ends = {str(token): -100 for token in house.served.eos}
+    found = complete(house, max_tokens=5, n=2, logit_bias=ends)
+    ids = house.served.text_ids("the cat")[0]
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 10)
+    assert found.usage.total_tokens == len(ids) + 10
+    assert [choice.finish_reason for choice in found.choices] == ["length"] * 2
+
+
+def answer_of(house, *, tokens, seconds):
+    """A request that waits in the queue, before anybody reads its answer."""
+    house.engine.start()
+    served = house.served
+    asked = completion_request({"model": "tiny", "prompt": "the", "max_tokens": tokens})
+    row = served.batcher.prepare(served.text_ids("the")[0], spec=DecodeSpec(max_new_tokens=tokens))
+    answer = Answer(house.engine, Completion(served, [row], asked, ""), seconds=seconds)
+    answer.begin()
+    return answer, row
+
+
+def test_who_reads_after_the_last_token_gets_every_one(house, monkeypatch):
+    """Also where several tokens arrive together, as they do in a crowd."""
+    monkeypatch.setattr(glassformer.serve.engine, "EVENT_SECONDS", 10.0)
+
+    async def read_at_the_end():
+        answer, row = answer_of(house, tokens=12, seconds=30)
+        while row.finish is None:
+            await asyncio.sleep(0.01)
+        read = [len(tokens) async for _, tokens, _ in answer.pieces()]
+        answer.end()
+        return len(row.tokens), sum(read)
+
+    made, read = asyncio.run(read_at_the_end())
+    assert made == read
+
+
+def test_who_goes_away_from_the_queue_is_computed_for_no_longer(house):
+    async def work():
+        answer, row = answer_of(house, tokens=150, seconds=10)
+        answer.end()
+        await house.engine.call("tiny", lambda: None)
+        return row.finish
+
+    assert asyncio.run(work()) == "cancelled"
+
+
+@catches("the queue has no end", "serve.app:_Api.check_room", If("count"), to="False")
+def test_the_queue_is_bounded(folder):
+    house = House(folder, slots=1, limits=Limits(seconds=10, queue=2))
+    try:
+        complete(house, n=3, max_tokens=2)
+        with pytest.raises(openai.RateLimitError):
+            complete(house, n=4, max_tokens=2)
+    finally:
+        house.close()
 
 
 def test_completions_take_texts_and_ids(house):

@@ -27,6 +27,7 @@ from glassformer.spec.train import (
     RunSpec,
     TrainSpec,
 )
+from tests.planting import Binary, catches
 
 DIGITS = RunSpec(model=presets.digits(), task=DigitsTask())
 
@@ -209,16 +210,13 @@ def test_the_hash_of_a_spec_forgets_only_how_long():
 STEPS = 40
 
 
-def warmup_is_a_line_from_the_first_step():
+@catches("warmup starts at 0", "spec.train:_warm", Binary("+"), to="{left}")
+def test_warmup_is_a_line_from_the_first_step():
     """Step 0 already moves: (step + 1) / warmup, and the full rate at the last warm step."""
     for schedule in (ConstantSchedule(warmup=7), CosineSchedule(warmup=7)):
         assert [schedule.share(step, STEPS) for step in range(7)] == [
             (step + 1) / 7 for step in range(7)
         ]
-
-
-def test_warmup_is_a_line_from_the_first_step():
-    warmup_is_a_line_from_the_first_step()
 
 
 @given(st.integers(0, 500), st.integers(0, 60))
@@ -237,7 +235,7 @@ def test_inverse_sqrt_is_the_papers_formula_with_its_peak_at_one(step, warmup):
     assert InverseSqrtSchedule(warmup=warmup).share(warmup - 1, 1) == 1.0
 
 
-def cosine_ends_at_its_floor():
+def test_cosine_ends_at_its_floor():
     for floor in (0.0, 0.1):
         schedule = CosineSchedule(warmup=10, floor=floor)
         assert schedule.share(10, STEPS) == 1.0
@@ -246,10 +244,6 @@ def cosine_ends_at_its_floor():
             angle = math.pi * (step - 10) / (STEPS - 11)
             want = floor + (1 - floor) * math.cos(angle / 2) ** 2
             assert schedule.share(step, STEPS) == pytest.approx(want, abs=1e-15)
-
-
-def test_cosine_ends_at_its_floor():
-    cosine_ends_at_its_floor()
 
 
 @given(st.integers(0, 80), st.integers(0, 60), st.integers(1, 60), st.floats(0, 1))

@@ -10,6 +10,7 @@ from glassformer.data.build_task import build_task
 from glassformer.spec.errors import InputError
 from glassformer.training.engine import AtOnce, StepResult
 from glassformer.training.fit import BURN_IN, find_rate, fit, step_seed
+from tests.planting import Name, catches
 from tests.training.samples import ENGINES, digits, engine_of
 
 
@@ -30,7 +31,8 @@ def asked_of(run, start: int = 0):
     return recorder.asked, records
 
 
-def a_step_is_a_function_of_its_number() -> None:
+@catches("sampler restarted on resume", "training.fit:fit", Name("step"), to="{it} - start")
+def test_a_step_is_a_function_of_its_number() -> None:
     """Batches, rate and seed of the steps after any start are those of a run from the beginning."""
     run = digits("train.accumulate=2")
     whole, _ = asked_of(run)
@@ -38,22 +40,14 @@ def a_step_is_a_function_of_its_number() -> None:
         assert asked_of(run, start)[0] == whole[start:]
 
 
-def test_a_step_is_a_function_of_its_number():
-    a_step_is_a_function_of_its_number()
-
-
-def every_step_has_chance_of_its_own() -> None:
+def test_every_step_has_chance_of_its_own() -> None:
     asked, _ = asked_of(digits())
     assert len({seed for _, _, seed in asked}) == len(asked)
     other, _ = asked_of(digits("train.seed=1"))
     assert {seed for _, _, seed in asked}.isdisjoint(seed for _, _, seed in other)
 
 
-def test_every_step_has_chance_of_its_own():
-    every_step_has_chance_of_its_own()
-
-
-def an_epoch_shows_every_example_once() -> None:
+def test_an_epoch_shows_every_example_once() -> None:
     run = digits("train.accumulate=2", "train.steps=3")
     asked, _ = asked_of(run)
     shown = [part for parts, _, _ in asked for part in parts]
@@ -61,10 +55,6 @@ def an_epoch_shows_every_example_once() -> None:
     whole = task.batch("train", np.arange(task.sizes()["train"]))
     assert len(shown) == 6
     assert sum(len(part) // 8 for part in shown) == whole.valid.sum()
-
-
-def test_an_epoch_shows_every_example_once():
-    an_epoch_shows_every_example_once()
 
 
 def test_records_tell_what_the_engine_said():
@@ -138,7 +128,7 @@ def valley(x: float) -> float:
     return 3.0 - 2.0 / (1.0 + math.exp(-4 * (x + 3))) + math.exp(3 * (x + 1))
 
 
-def the_rate_lies_where_the_loss_falls() -> None:
+def test_the_rate_lies_where_the_loss_falls() -> None:
     engine = Curve(valley)
     found = found_on(engine)
     tested = engine.rates
@@ -149,10 +139,6 @@ def the_rate_lies_where_the_loss_falls() -> None:
     assert 5e-4 < found.suggestion < 1e-2
     assert found.high < 0.1
     assert len(tested) < 150, "it stops when the loss has broken"
-
-
-def test_the_rate_lies_where_the_loss_falls():
-    the_rate_lies_where_the_loss_falls()
 
 
 def test_the_curve_is_the_smoothed_loss_without_a_bias_to_zero():

@@ -16,6 +16,7 @@ from glassformer.spec.errors import InputError
 from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Refused, Unknown
 from glassformer.web.app.workspace import CurveReader, Workspace, id_for, written_at
+from tests.planting import If, Unary, catches
 from tests.web.conftest import Client, Opener
 
 TRAVERSALS = (
@@ -112,6 +113,9 @@ def test_there_are_fifty_hostile_strings() -> None:
     assert len(set(TRAVERSALS)) >= 12
 
 
+@catches(
+    "any name", "web.app.workspace:Workspace.folder", Unary("not"), to="False", case="../secret"
+)
 @pytest.mark.parametrize("name", TRAVERSALS)
 def test_no_name_leads_out(runs: Path, client: Client, name: str) -> None:
     secret = runs.parent / "secret"
@@ -144,6 +148,7 @@ def test_hostile_names_are_refused_and_inert(client: Client, name: str) -> None:
         assert client.post("/api/inspect", body).status in (400, 404, 413)
 
 
+@catches("links lead out", "web.app.workspace:Workspace.folder", If("_inside"), to="False")
 def test_a_run_that_is_a_link_out_is_refused(runs: Path, tmp_path: Path, open_app: Opener) -> None:
     root = tmp_path / "runs"
     root.mkdir()

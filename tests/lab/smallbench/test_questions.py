@@ -54,15 +54,11 @@ def test_the_solver_finds_the_right_choice_in_the_text(name):
     solved(name)
 
 
-def oracle_reaches_its_level(name):
+@every_exam
+def test_an_oracle_that_speaks_in_logits_is_right_every_time(name):
     groups = groups_of(name)
     marks = mark(all_knowing(EXAMS[name], groups), groups)
     assert marks.points.sum() == marks.questions.sum() == marks.exact
-
-
-@every_exam
-def test_an_oracle_that_speaks_in_logits_is_right_every_time(name):
-    oracle_reaches_its_level(name)
 
 
 @every_exam

@@ -22,6 +22,7 @@ from glassformer.models.model import build
 from glassformer.spec.errors import InputError
 from glassformer.spec.presets import preset
 from tests.lab.smallbench.readers import random_model, uniform
+from tests.planting import Binary, Name, catches
 
 TEXT = "the value of the lists is here. (a b) [c d] " * 40 + "\n"
 
@@ -84,7 +85,7 @@ def test_scores_are_the_slow_ones_with_pieces(name, pieces):
     scores_are_the_slow_ones(name, pieces)
 
 
-def batches_change_nothing(monkeypatch):
+def test_batches_change_nothing(monkeypatch):
     groups = questions_of(EXAMS["recall"], items=1, seed=0)[:2]
     examinee = random_model(1, loud=True)
     whole = mark(examinee, groups)
@@ -92,10 +93,6 @@ def batches_change_nothing(monkeypatch):
     alone = mark(examinee, groups)
     np.testing.assert_array_equal(whole.points, alone.points)
     assert whole.exact == alone.exact
-
-
-def test_batches_change_nothing(monkeypatch):
-    batches_change_nothing(monkeypatch)
 
 
 def lone(context="one two", choices=(" a", " b"), right=0):
@@ -123,7 +120,7 @@ def spoken(scores, *, begin=None):
     )
 
 
-def ties_share_the_point():
+def test_ties_share_the_point():
     assert mark(spoken({"a": 1.0}), lone()).points.tolist() == [1.0]
     assert mark(spoken({"b": 1.0}), lone()).points.tolist() == [0.0]
     assert mark(spoken({}), lone()).points.tolist() == [0.5]
@@ -131,11 +128,8 @@ def ties_share_the_point():
     assert mark(spoken({"a": 1.0, "b": 1.0}), three).points.tolist() == [0.5]
 
 
-def test_ties_share_the_point():
-    ties_share_the_point()
-
-
-def whole_choices_count():
+@catches("mean instead of sum", "lab.smallbench.question:_asked", Name("sum"), to="{value}.mean")
+def test_whole_choices_count():
     """Two letters: the second decides here, and a longer choice pays for each of its letters."""
     both = lone(choices=(" xa", " xb"), right=1)
     assert mark(spoken({"b": 1.0}), both).points.tolist() == [1.0]
@@ -146,19 +140,11 @@ def whole_choices_count():
     assert mark(spoken({"a": 1.0, "d": 3.0}), late).points.tolist() == [1.0]
 
 
-def test_whole_choices_count():
-    whole_choices_count()
-
-
-def said_means_the_whole_answer():
+def test_said_means_the_whole_answer():
     likely = {" ": 5.0, "a": 9.0}
     assert mark(spoken(likely), lone(choices=("a", "b"))).exact == 1
     assert mark(spoken(likely), lone(choices=(" a", " b"))).exact == 0  # no space would be said
     assert mark(spoken(likely), lone(choices=("a", "b"), right=1)).exact == 0
-
-
-def test_said_means_the_whole_answer():
-    said_means_the_whole_answer()
 
 
 # --- what cannot be asked -------------------------------------------------------------------------
@@ -263,7 +249,7 @@ def test_a_module_of_another_library_is_two_functions():
 # --- bits per byte --------------------------------------------------------------------------------
 
 
-def bits_are_the_slow_ones():
+def test_bits_are_the_slow_ones():
     text = manuals(300)
     examinee = random_model(0)  # reads 128 bytes
     ids = examinee.ids(text)
@@ -277,11 +263,9 @@ def bits_are_the_slow_ones():
     assert code.bits.sum() / code.bytes.sum() == pytest.approx(code.bits_per_byte)
 
 
-def test_bits_are_the_slow_ones():
-    bits_are_the_slow_ones()
-
-
-def uniform_costs_what_is_stated(pieces, begin):
+@catches("nats called bits", "lab.smallbench.suite:encode_length", Binary("/"), to="{left}")
+@pytest.mark.parametrize("begin", [None, 0])
+def test_uniform_logits_cost_exactly_what_is_stated(pieces, begin):
     text = manuals(2_000)
     code = encode_length(uniform(pieces, begin=begin), text)
     count = len(pieces.encode(text))
@@ -290,13 +274,13 @@ def uniform_costs_what_is_stated(pieces, begin):
     assert code.bits_per_byte == pytest.approx(code.uniform, rel=1e-12)
 
 
-@pytest.mark.parametrize("begin", [None, 0])
-def test_uniform_logits_cost_exactly_what_is_stated(pieces, begin):
-    uniform_costs_what_is_stated(pieces, begin)
-
-
 def test_bytes_cost_eight_bits_by_uniform_logits():
     assert encode_length(uniform(Bytes()), manuals(500)).bits_per_byte == pytest.approx(8.0)
+
+
+def test_accents_are_two_bytes() -> None:
+    code = encode_length(uniform(Bytes()), "naïve café\n" * 9)
+    assert code.bits_per_byte == pytest.approx(8.0)
 
 
 def test_texts_without_bits():

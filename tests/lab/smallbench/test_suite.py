@@ -26,7 +26,7 @@ def test_a_random_model_is_at_chance_on_every_exam(seed):
     assert len(result.scores) == len(EXAMS)
 
 
-def rows_say_what_was_seen():
+def test_rows_say_what_was_seen():
     result = smallbench(uniform(Bytes()), items=32, text=TEXT)
     assert [score.exam for score in result.scores] == [BITS, *EXAMS]
     bits, *rest = result.scores
@@ -39,10 +39,6 @@ def rows_say_what_was_seen():
         assert covers(score)
         assert score.questions >= 32
         assert (score.exact is None) == (score.exam in ("brackets", "agreement"))
-
-
-def test_rows_say_what_was_seen():
-    rows_say_what_was_seen()
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_others():
@@ -93,18 +89,14 @@ def test_bad_wishes():
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def students_quantiles():
+def test_students_quantiles():
     """Against the printed tables of Student's t."""
     for freedom, tail, value in ((9, 0.025, 2.262), (29, 0.025, 2.045), (29, 0.0005, 3.659)):
         normal = {0.025: 1.95996, 0.0005: 3.29053}[tail]
         assert module._student(tail, freedom) * normal == pytest.approx(value, rel=3e-3)
 
 
-def test_students_quantiles():
-    students_quantiles()
-
-
-def intervals_hold(monkeypatch):
+def test_intervals_hold(monkeypatch):
     """About 95 in 100 intervals hold the truth, of 400 samples of a dozen groups."""
     monkeypatch.setattr(module, "RESAMPLES", 1_000)
     rng = np.random.default_rng(5)
@@ -116,21 +108,21 @@ def intervals_hold(monkeypatch):
     assert 0.92 < inside / 400 < 0.98, inside
 
 
-def test_intervals_hold(monkeypatch):
-    intervals_hold(monkeypatch)
+def test_few_groups_are_uncertain() -> None:
+    """Half the width is what Student's t says of the same numbers."""
+    points = np.random.default_rng(0).normal(size=10)
+    low, high = interval(points, np.ones(10), seed=0, confidence=0.95)
+    expected = 2.262 * points.std(ddof=1) / math.sqrt(10)
+    assert (high - low) / 2 == pytest.approx(expected, rel=0.05)
 
 
-def sizes_weigh():
+def test_sizes_weigh():
     """A ratio of sums: a group of 90 questions counts for more than one of 10."""
     sizes = np.array([90, 10, 30, 1])
     assert interval(sizes * 1.0, sizes, seed=0, confidence=0.95) == (1.0, 1.0)
     equal = interval(np.full(9, 2.0), np.full(9, 8), seed=0, confidence=0.999)
     assert equal == (0.25, 0.25)
     assert interval(np.array([1.0]), np.array([2]), seed=0, confidence=0.95) == (None, None)
-
-
-def test_sizes_weigh():
-    sizes_weigh()
 
 
 def test_kinds_of_groups_are_drawn_whole():
