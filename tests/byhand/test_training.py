@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from glassformer.byhand.model import Model
-from glassformer.byhand.optim import SGD, Adam, AdamW, Optimizer, clip_global_norm, global_norm
+from glassformer.byhand.optim import (
+    SGD,
+    Adam,
+    AdamW,
+    Muon,
+    Optimizer,
+    clip_global_norm,
+    global_norm,
+)
+from glassformer.byhand.updates import QUINTIC, orthogonalized
 from glassformer.spec import presets
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
@@ -68,6 +77,51 @@ def test_an_optimizer_is_torchs(kind: str) -> None:
     loss_error, weight_error = trajectories(PRESETS["budget-lm"], ours, theirs, settings, 10)
     assert loss_error <= 1e-11
     assert weight_error <= 1e-11
+
+
+@pytest.mark.parametrize("shape", [(5, 13), (13, 5), (7, 7)])
+def test_a_matrix_is_orthogonalized_as_its_singular_values_are(shape: tuple[int, int]) -> None:
+    """By a decomposition, each singular value through the polynomial alone."""
+    x = np.random.default_rng(4).normal(size=shape)
+    left, values, right = np.linalg.svd(x / np.linalg.norm(x), full_matrices=False)
+    a, b, c = QUINTIC
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    np.testing.assert_allclose(orthogonalized(x), left * values @ right, atol=1e-10)
+    assert (values > 0.6).all() and (values < 1.3).all()
+    assert not orthogonalized(np.zeros(shape)).any()
+
+
+def test_muon_is_torchs() -> None:
+    """Torch orthogonalises in bfloat16, so matrices are apart by that; the rest is AdamW's."""
+    spec, rates = PRESETS["budget-lm"], {"lr": 3e-3, "momentum": 0.9, "weight_decay": 0.1}
+    twin, weights = torch_twin(spec)
+    model, named = Model(spec, params=weights), dict(twin.named_parameters())
+    matrices = {p.name for p in stored(spec).values() if p.kind == "matrix" and p.layer is not None}
+    rest = [p for p in stored(spec).values() if p.name not in matrices]
+    groups = [
+        {"params": [named[p.name] for p in rest if p.decay == decay], "weight_decay": 0.1 * decay}
+        for decay in (True, False)
+    ]
+    theirs = (
+        torch.optim.Muon([named[name] for name in sorted(matrices)], **rates),
+        torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95)),
+    )
+    ours = Muon(model, lr=1e-3, lr_matrix=3e-3, momentum=0.9, weight_decay=0.1)
+    assert set(ours.means) == matrices
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        for name, parameter in named.items():
+            slope = rng.normal(size=parameter.shape)
+            parameter.grad, model.grads[name][...] = torch.from_numpy(slope), slope
+        for optimizer in theirs:
+            optimizer.step()
+        ours.step()
+    for name, parameter in named.items():
+        moved = parameter.detach().numpy() - weights[name]
+        apart = float(np.abs(model.params[name] - weights[name] - moved).max())
+        allowed = 0.03 if name in matrices else 1e-9  # worst seen 0.012 and 1e-13
+        assert apart <= allowed * float(np.abs(moved).max()), name
 
 
 def test_clipping_is_torchs() -> None:

@@ -54,6 +54,7 @@ GROUPED_EXPERTS, BALANCE = (
 )
 STEPS = "every decoding step = uncached"
 NATIVE = "native step = plain step"
+MUON = "native Muon = a polynomial of singular values"
 LOW_RANK = "native LoRA = plain torch with the sum in its weights"
 WIDE_STEPS = "every decoding step = uncached, float64"
 BATCHES = "a batch decodes as its rows, padded left or right"
@@ -136,6 +137,8 @@ FAULTS = (
     # corrections of low rank in the native step
     Fault("corrections at twice their scale", mutate("spec.program:_Writer.linear", Keyword("scale"), to="2 * {it}"), LOW_RANK, "core"),
     Fault("a correction's gradient without its scale", mutate("byhand.c_table:_add_scaled_backward", Keyword("scale"), to="1.0"), LOW_RANK, "core"),
+    Fault("a rate that knows no shape", mutate("byhand.updates:muon_update", Call("sqrt"), to="1.0"), MUON, "core"),
+    Fault("a mean of four singular steps", mutate("byhand.updates:orthogonalized", Call("range"), arg=0, to="TIMES - 1"), MUON, "core"),
     # decoding
     Fault("cached values are not written", mutate("nn.cache:FixedCache.extend", Call("zip"), to="zip({args[0]}[:1], new, strict=False)"), DECODING, "core"),
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),

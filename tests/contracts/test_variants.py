@@ -78,7 +78,7 @@ from glassformer.spec.quantization import (
 )
 from glassformer.spec.schemes import Int8, Scheme, scheme_bytes
 from glassformer.spec.tasks import FinetuneTask, Task, TextTask, TranslationTask
-from glassformer.spec.train import Muon, Optimizer, RunSpec, Schedule, TrainSpec
+from glassformer.spec.train import Optimizer, RunSpec, Schedule, TrainSpec
 from glassformer.store.checkpoint import load_quantized, save_quantized
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import build_optimizers
@@ -456,7 +456,6 @@ def test_a_dispatch_on_the_optimizer_is_closed(
 
 #: Members that a consumer knows and cannot compute, with the name that its error gives.
 REFUSED_BY_NAME: dict[tuple[str, type], str] = {
-    ("NumPy optimizer", Muon): "Muon",
     ("NumPy optimizer", OwnOptimizer): "parts.py:Lion",
     ("optimizer memory", OwnOptimizer): "parts.py:Lion",
 }

@@ -37,9 +37,10 @@ def test_every_save_point_leads_to_the_same_end(engine, tmp_path):
     every_save_point_leads_to_the_same_end(engine, tmp_path)
 
 
+@pytest.mark.parametrize("engine", ["torch", "native"])
 @pytest.mark.parametrize("optimizer", [MOMENTUM, "train.optimizer=Muon"])
-def test_other_optimizers_resume_exactly_too(optimizer, tmp_path):
-    every_save_point_leads_to_the_same_end("torch", tmp_path, optimizer, "train.checkpoint_every=9")
+def test_other_optimizers_resume_exactly_too(engine, optimizer, tmp_path):
+    every_save_point_leads_to_the_same_end(engine, tmp_path, optimizer, "train.checkpoint_every=9")
 
 
 @pytest.mark.parametrize("name", ["machine", "reverse"])

@@ -11,7 +11,6 @@ from glassformer.training.engine_choice import native_lacks, settled
 from tests.training.samples import RUNS, digits
 
 LACKING = {
-    "train.optimizer=Muon": "the native engine has no Muon",
     "train.precision=float64": "the native engine has no float64",
     "train.precision=bf16": "the native engine has no half precision",
     "train.compile=on": "the native engine has no compile",

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW, in place and in a few vector operations, with torch.optim's numbers.
+"""SGD, Adam, AdamW and Muon, in place and in a few vector operations, with torch.optim's numbers.
 
 A model's parameters are one vector, so the cost of an update does not depend on the number of
 tensors. Long vectors are updated in pieces that stay in the cache.
@@ -14,13 +14,14 @@ from glassformer.byhand.model import Model
 from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.pass_context import Array
 from glassformer.byhand.table import AdamRule
-from glassformer.byhand.updates import clip_global_norm, global_norm
+from glassformer.byhand.updates import clip_global_norm, global_norm, muon_update
 from glassformer.spec.errors import InputError
 
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Muon",
     "Optimizer",
     "Slot",
     "Slotted",
@@ -198,3 +199,67 @@ class AdamW(Adam):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(trained, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class Muon:
+    """Orthogonalised momentum on the matrices of the blocks, AdamW on all else.
+
+    Jordan and others, 2024: a matrix moves by U V^T in place of U S V^T, so that directions in
+    which its gradients are small move as far as the others. `lr_matrix` is the rate of the
+    matrices; where a schedule passes `lr`, it is scaled by as much.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        lr: float,
+        lr_matrix: float = 0.02,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.model, self.lr, self.lr_matrix = model, lr, lr_matrix
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.steps = 0
+        trained, held = model.storage.trained, model.params
+        #: Running means of the gradients of matrices, by name.
+        self.means = {
+            name: np.zeros_like(held[name])
+            for name, rule in trained.items()
+            if rule.kind == "matrix" and rule.layer is not None
+        }
+        self.others = [name for name in trained if name not in self.means]
+        slots = [Slot(held[name], model.grads[name], trained[name].decay) for name in self.others]
+        self.rest = AdamW(slots, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.rest.table = model.table
+
+    def step(self, *, lr: float | None = None) -> None:
+        """Make one update; a schedule passes the step's lr."""
+        self.steps += 1
+        lr = self.lr if lr is None else lr
+        for name, mean in self.means.items():
+            muon_update(
+                self.model.params[name],
+                self.model.grads[name],
+                mean,
+                lr=lr * self.lr_matrix / self.lr,
+                momentum=self.momentum,
+                decay=self.weight_decay,
+            )
+        self.rest.step(lr=lr)
+
+    def named_state(self) -> Iterator[tuple[str, str, Array]]:
+        """Yield (kind, parameter name, view) of the state, for a checkpoint."""
+        for name, mean in self.means.items():
+            yield "momentum_buffer", name, mean
+        for kind, arrays in self.rest.state.items():
+            for name, array in zip(self.others, arrays, strict=True):
+                yield kind, name, array
+
+    def load_state(self, arrays: Mapping[tuple[str, str], Array], *, steps: int) -> None:
+        """Load what `named_state` yielded."""
+        for kind, name, view in self.named_state():
+            np.copyto(view, arrays[kind, name])
+        self.steps = self.rest.steps = steps

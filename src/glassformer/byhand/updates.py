@@ -62,6 +62,44 @@ def adam_update(
     param_P -= work
 
 
+#: p(s) = a s + b s^3 + c s^5, whose slope at 0 is as steep as it can be: five times, it takes
+#: singular values from 0.01 on to between 0.7 and 1.2.
+QUINTIC, TIMES, LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
+
+
+def orthogonalized(x_IO: Array) -> Array:
+    """Return about U V^T of x = U S V^T: its singular values become nearly 1, without finding them.
+
+    An odd polynomial of a matrix is the same of its singular values: (x x^T) x = U S^3 V^T.
+    """
+    a, b, c = QUINTIC
+    x = x_IO.T if x_IO.shape[0] > x_IO.shape[1] else x_IO
+    x = x / max(float(np.linalg.norm(x)), LEAST_NORM)  # no singular value is above 1
+    for _ in range(TIMES):
+        square = x @ x.T
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x.T if x_IO.shape[0] > x_IO.shape[1] else x
+
+
+def muon_update(
+    param_IO: Array,
+    grad_IO: Array,
+    m_IO: Array,
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
+) -> None:
+    """p -= lr sqrt(max(1, I / O)) orthogonalized(g + momentum (m - g)), m a running mean of g.
+
+    Decay shrinks the parameter itself before.
+    """
+    m_IO += (1.0 - momentum) * (grad_IO - m_IO)
+    step_IO = orthogonalized(grad_IO + momentum * (m_IO - grad_IO))
+    param_IO *= 1.0 - lr * decay
+    param_IO -= (lr * math.sqrt(max(1.0, param_IO.shape[0] / param_IO.shape[1]))) * step_IO
+
+
 def global_norm(grads: Array) -> float:
     """Return the norm of the gradient as one vector."""
     return float(np.sqrt(np.dot(grads, grads)))

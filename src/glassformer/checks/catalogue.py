@@ -196,6 +196,12 @@ OWN_CHECKS = (
         of="ours",
     ),
     SubjectCheck(
+        "native Muon = a polynomial of singular values",
+        "training",
+        training_step.native_muon_is_plain,
+        of="ours",
+    ),
+    SubjectCheck(
         "every way of decoding gives the same tokens",
         "decoding",
         decoding.every_way_is_greedy,

@@ -405,10 +405,8 @@ def arrays_lack(train: TrainSpec, *, native: bool) -> Iterator[tuple[str, str]]:
     if train.compile == "on":
         yield f"{none} compile", "engine=torch"
     match train.optimizer:
-        case AdamW() | SGD():
+        case AdamW() | SGD() | Muon():
             pass
-        case Muon():
-            yield f"{none} Muon", "engine=torch"
         case OwnOptimizer(source=source):
             yield f"{source} is an optimizer of torch", "engine=torch"
         case _ as unreachable:

@@ -61,7 +61,7 @@ class NumpyEngine(AtOnce):
             raise InputError(lack, hint=hint)
         match train.optimizer:
             case SGD(momentum=momentum):
-                self.optimizer: optim.SGD | optim.AdamW = optim.SGD(
+                self.optimizer: optim.SGD | optim.AdamW | optim.Muon = optim.SGD(
                     model, lr=train.lr, momentum=momentum
                 )
             case AdamW() as adam:
@@ -72,7 +72,17 @@ class NumpyEngine(AtOnce):
                     eps=adam.eps,
                     weight_decay=adam.weight_decay,
                 )
-            case Muon() | OwnOptimizer():
+            case Muon() as muon:
+                self.optimizer = optim.Muon(
+                    model,
+                    lr=train.lr,
+                    lr_matrix=muon.lr_matrix,
+                    momentum=muon.momentum,
+                    betas=(muon.beta1, muon.beta2),
+                    eps=muon.eps,
+                    weight_decay=muon.weight_decay,
+                )
+            case OwnOptimizer():
                 raise AssertionError("what is lacking was refused")
             case _ as unreachable:
                 assert_never(unreachable)

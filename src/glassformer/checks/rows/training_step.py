@@ -28,7 +28,7 @@ from glassformer.spec.block import Dropout
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec, VectorHead
 from glassformer.spec.program import program
-from glassformer.spec.train import AdamW, LoRA, TrainSpec, lora_manifest, lora_targets
+from glassformer.spec.train import AdamW, LoRA, Muon, TrainSpec, lora_manifest, lora_targets
 from glassformer.training.engine import balance_shares, loss_weights, totals
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
@@ -45,6 +45,9 @@ RATE, CLIP, SMOOTHING = 3e-3, 0.7, 0.1
 UPDATE = 1e-3
 #: Numbers at either end of a parameter whose updates are followed.
 FOLLOWED = 20_000
+#: The shorter side of a matrix whose singular values are found, and the share of its update by
+#: which it may be off: the polynomial makes rounding beside small singular values 500 times larger.
+DECOMPOSED, ORTHOGONAL = 256, 1e-3
 #: Rank of the corrections, where the projections are that wide.
 LOW_RANK = 3
 #: Tokens of the longest sequence, where the model has room for them.
@@ -159,6 +162,43 @@ def native_lora_is_plain(subject: Subject) -> Measure:
         if name in frozen and not torch.equal(array, frozen[name]):
             worst = max(worst, _Gap(float("inf"), float("inf"), 0.0, f"{name}, frozen, moved"))
     size = f"{size_with(subject, own)}, {len(factors)} factors, {STEPS} updates"
+    return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
+
+
+def native_muon_is_plain(subject: Subject) -> Measure:
+    """One update by Muon: each singular value of a mean goes through the polynomial by itself."""
+    own = with_fewer_tokens(shortened(subject.ours()))
+    spec, muon = own.spec, Muon(lr_matrix=RATE, weight_decay=0.1)
+    if subject.quantized is not None:
+        raise NotOffered("quantized weights are not trained")
+    if any(isinstance(head, VectorHead) for head in spec.heads):
+        raise NotOffered("a vector has no loss")
+    train = TrainSpec(lr=RATE, clip=CLIP, optimizer=muon)
+    if lacks := C.lacking(program(spec, training=True)):
+        raise NotOffered(f"the native engine has no {lacks[0]}")
+    trained = _ArrayWeights(NumpyEngine(_arrays(own), train))
+    before = {name: w.double().clone() for name, w in trained.own().items()}
+    trained.step(step_batches(spec, seed=101), lr=RATE, seed=0)
+    rules, slopes, worst, count = stored(spec), trained.slopes(), _Gap(allowed=ORTHOGONAL), 0
+    for name, weight in trained.own().items():
+        rule = rules[name]
+        if rule.kind != "matrix" or rule.layer is None or min(weight.shape) > DECOMPOSED:
+            continue
+        # m = (1 - momentum) g after one step, and what moves the weight g + momentum (m - g)
+        slope = slopes[name] * trained.clipped * (1 - muon.momentum**2)
+        left, values, right = torch.linalg.svd(slope, full_matrices=False)
+        values = values / values.norm().clamp(min=1e-7)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        rate = RATE * math.sqrt(max(1.0, weight.shape[0] / weight.shape[1]))
+        wanted = -rate * (left * values) @ right - RATE * muon.weight_decay * before[name]
+        moved = weight.double() - before[name]
+        apart = float((moved - wanted).norm() / wanted.norm())
+        count += 1
+        worst = max(worst, _Gap(apart / ORTHOGONAL, apart, ORTHOGONAL, name))
+    if not count:
+        raise NotOffered(f"no matrix of its blocks is {DECOMPOSED} or less to one side")
+    size = f"{size_with(subject, own)}, {count} matrices"
     return Measure(worst.apart, worst.allowed, size, f"worst: {worst.name}", "float32")
 
 
