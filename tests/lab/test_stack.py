@@ -160,8 +160,11 @@ def test_runs_of_one_shape_are_one_stack():
     [
         ("model.d_model=16", "differ in what decides shapes"),
         ("train.batch_size=4", "differ in what decides shapes"),
-        ("train.optimizer=Muon", "only SGD and AdamW"),
-        ("train.gradient_checkpointing=true", "keeps its activations"),
+        ("train.optimizer=Muon", "a stack has no Muon"),
+        (
+            "train.gradient_checkpointing=true",
+            "a stack has no TrainSpec gradient_checkpointing=True",
+        ),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(other, message, tmp_path):

@@ -252,7 +252,7 @@ def test_a_backend_that_is_not_here_is_refused_or_replaced_with_one_warning(monk
     with pytest.raises(MachineError, match=r"'aten' cannot run int4 g32 .* CUDA"):
         quantize_model(model(), QuantSpec(scheme=Int4(), head=Int4()), backend="aten")
     for backend in choose.BACKENDS.values():
-        monkeypatch.setattr(type(backend), "why_not", lambda *a, **k: "is not here")
+        monkeypatch.setattr(type(backend), "lacks", lambda *a, **k: "is not here")
     choose._warn_once.cache_clear()
     small = quantize_model(model())
     with pytest.warns(SlowQuantization, match="right and small, not fast") as caught:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from glassformer.kernels import c_library
 from glassformer.nn.lora import apply_lora, lora_parameters
 from glassformer.quant.backends import routines
-from glassformer.quant.backends.choose import BACKENDS, NAMES, why_not
+from glassformer.quant.backends.choose import BACKENDS, NAMES, lacking
 from glassformer.quant.contents import (
     is_model_quantized,
     quantization_report,
@@ -329,7 +329,7 @@ def test_backends_are_within_their_bound() -> None:
         tensor = quantize_tensor(weight, scheme)
         exact = x.double() @ dequantize(tensor).double().T
         for name, backend in BACKENDS.items():
-            if why_not(name, scheme, tensor.shape, CPU):
+            if lacking(name, scheme, tensor.shape, CPU):
                 continue
             bias = noise(48, seed=4)
             layer = QuantizedLinear(tensor, bias, backend=name)
@@ -347,7 +347,7 @@ def test_the_reference_has_the_bits_of_c() -> None:
     x[2], x[3] = x[2].sign(), 0.0
     for scheme in SCHEMES:
         tensor, bias = quantize_tensor(weight, scheme), noise(48, seed=4)
-        if why_not("c", scheme, tensor.shape, CPU):
+        if lacking("c", scheme, tensor.shape, CPU):
             continue
         for head in (False, True):
             one, other = (
@@ -370,7 +370,7 @@ def test_rows_are_alone() -> None:
     x[1:] *= 20.0
     for scheme in SCHEMES:
         tensor = quantize_tensor(weight, scheme)
-        if not why_not("c", scheme, tensor.shape, CPU):
+        if not lacking("c", scheme, tensor.shape, CPU):
             layer = QuantizedLinear(tensor, None, backend="c")
             for rows in (2, 16, 17, 40):
                 assert torch.equal(layer(x[:1]), layer(x[:rows])[:1]), (scheme, rows)
@@ -380,7 +380,7 @@ def test_forms_come_back() -> None:
     for scheme in SCHEMES:
         tensor = quantize_tensor(matrix(48), scheme)
         for name in BACKENDS:
-            if why_not(name, scheme, tensor.shape, CPU):
+            if lacking(name, scheme, tensor.shape, CPU):
                 continue
             layer = QuantizedLinear(tensor, noise(48), backend=name)
             layer(noise(2, 256))
@@ -401,7 +401,7 @@ def test_lookups_are_rows() -> None:
     for scheme in SCHEMES:
         tensor = quantize_tensor(matrix(48), scheme)
         for name in NAMES:
-            if name in BACKENDS and why_not(name, scheme, tensor.shape, CPU, lookup=True):
+            if name in BACKENDS and lacking(name, scheme, tensor.shape, CPU, lookup=True):
                 continue
             table = QuantizedEmbedding(tensor, multiplier=3.0, backend=name)
             ids = torch.tensor([[0, 5], [47, 5]])

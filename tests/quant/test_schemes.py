@@ -182,11 +182,11 @@ def test_options_make_the_scheme():
 
 def test_a_group_that_is_not_given_is_chosen_by_the_inputs():
     assert Int4().resolve(128).group == 32 and Int4().resolve(96).group == 32
-    assert Int4(group=128).why_not(96) == "group 128 does not divide the 96 inputs; group 32 does"
-    assert not Int4().why_not(96) and Int4().why_not(48)
+    assert Int4(group=128).lacks(96) == "group 128 does not divide the 96 inputs; group 32 does"
+    assert not Int4().lacks(96) and Int4().lacks(48)
     assert Int8().resolve(96).group == 32 and Int8().resolve(48).group == 0
-    assert Int8(symmetric=False).resolve(96).group == 0 and not Int8().why_not(48)
-    assert Int8(group=64).why_not(96) == "group 64 does not divide the 96 inputs; group 32 does"
+    assert Int8(symmetric=False).resolve(96).group == 0 and not Int8().lacks(48)
+    assert Int8(group=64).lacks(96) == "group 64 does not divide the 96 inputs; group 32 does"
     with pytest.raises(InputError, match="needs its group"):
         Int8().parts(3, 64)
     with pytest.raises(InputError, match="needs its group"):

@@ -11,10 +11,12 @@ from glassformer.training.engine_choice import native_lacks, settled
 from tests.training.samples import RUNS, digits
 
 LACKING = {
-    "train.precision=float64": "the native engine has no float64",
-    "train.precision=bf16": "the native engine has no half precision",
-    "train.compile=on": "the native engine has no compile",
-    "train.gradient_checkpointing=true": "the native engine has no gradient checkpointing",
+    "train.precision=float64": "the native engine has no train.precision=float64",
+    "train.precision=bf16": "the native engine has no train.precision=bf16",
+    "train.compile=on": "the native engine has no train.compile=on",
+    "train.gradient_checkpointing=true": (
+        "the native engine has no train.gradient_checkpointing=True"
+    ),
 }
 
 

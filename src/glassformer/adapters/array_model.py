@@ -30,13 +30,14 @@ from glassformer.generation.native.arrays import ArrayStepper
 from glassformer.generation.native.lowering import ArraySource, Matrix, as_floats, unknown_part
 from glassformer.generation.turns import Turns
 from glassformer.kernels import c_library
-from glassformer.kernels.integer import lacks, tiles_of
+from glassformer.kernels.integer import RUNS, tiles_of
 from glassformer.kernels.packed import PackedMatrix
 from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import FileError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnPosition
+from glassformer.spec.program import lacks
 from glassformer.spec.quantization import layer_of, logit_layers, targets
 from glassformer.store.checkpoint import (
     WEIGHTS,
@@ -134,7 +135,7 @@ def open_quantized(folder: Path) -> tuple[ModelSpec, dict[str, Matrix]] | None:
 def _runs_quantized(folder: Path) -> bool:
     """Return whether the C routines run all layers of a checkpoint, and read its other weights."""
     spec, quantization, wanted = describe_quantized(folder)
-    if not _runs(spec) or any(lacks(layer.scheme) for layer in quantization.layers):
+    if not _runs(spec) or any(any(lacks(layer.scheme, RUNS)) for layer in quantization.layers):
         return False
     layers = {layer.name for layer in quantization.layers}
     codes = {

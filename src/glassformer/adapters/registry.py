@@ -147,7 +147,7 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
     known = {family.model_type for adapter in ADAPTERS.values() for family in adapter.families}
     close = difflib.get_close_matches(kind, sorted(known), n=1, cutoff=0.85)
     raise FileError(
-        f"no adapter reads model_type '{kind[:60]}': {_why_not(config)}",
+        f"no adapter reads model_type '{kind[:60]}': {_not_understood(config)}",
         where=config.where,
         hint=(f"did you mean '{close[0]}'? " if close else "") + f"{ESCAPE}; "
         f"read here: {', '.join(COMMON)} and {len(known) - len(COMMON)} more ({MODELS}); "
@@ -155,7 +155,7 @@ def adapter_for(config: Config) -> tuple[type[NativeAdapter], Family]:
     )
 
 
-def _why_not(config: Config) -> str:
+def _not_understood(config: Config) -> str:
     """Return the key of a config, or the part of a model, that is not understood here."""
     data = config.data
     dense = data.get("is_moe") is False  # then keys about experts have no effect

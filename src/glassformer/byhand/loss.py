@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from glassformer.byhand.linear import dot_rows
 from glassformer.byhand.pass_context import Array, Workspace, room
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
+from glassformer.spec.manifest import penalties
 
 # M rows (positions or sequences), C classes
 
@@ -200,16 +201,10 @@ def penalty(
     scale: float = 1.0,
 ) -> float:
     """Return the L1 term of each factorized table; add its slope, times `scale`, to grads."""
-    match model.embedding:
-        case spec.FactorizedEmbedding(l1=l1):
-            total = 0.0
-        case spec.PlainEmbedding() | spec.ScaledEmbedding():
-            return 0.0
-        case _ as unreachable:
-            assert_never(unreachable)
-    for name, u_VR in params.items():
-        if l1 and name.endswith("embed.u"):
-            total += l1_penalty(u_VR, l1=l1)
+    total = 0.0
+    for name, l1 in penalties(model).items():
+        if l1:
+            total += l1_penalty(params[name], l1=l1)
             if grads is not None and name in grads:
-                l1_penalty(u_VR, l1=l1 * scale, du_VR=grads[name])
+                l1_penalty(params[name], l1=l1 * scale, du_VR=grads[name])
     return total

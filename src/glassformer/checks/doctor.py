@@ -235,16 +235,15 @@ def _on_torch(what: "str | RunSpec | PlannedRun", overrides: list[str]) -> list[
 
 def _opened(thing: object, overrides: list[str]) -> "Setup | str | RunSpec | PlannedRun":
     """Return a set-up of others, or what `planned_run` takes."""
-    match thing:
-        case RunSpec() | PlannedRun():
-            return thing
-        case Path():
-            return str(thing)
-        case str() if thing in RECIPES or is_config(thing) or not is_source(thing):
-            return thing
-        case str():
-            made = named(thing)
-            if isinstance(made, type) and issubclass(made, Task):
-                return thing
-            return setup_of(made_by(made, where=thing), name=thing)
-    return setup_of(thing)
+    if isinstance(thing, Path):
+        return str(thing)
+    if isinstance(thing, RunSpec | PlannedRun):
+        return thing
+    if not isinstance(thing, str):
+        return setup_of(thing)
+    if thing in RECIPES or is_config(thing) or not is_source(thing):
+        return thing
+    made = named(thing)
+    if isinstance(made, type) and issubclass(made, Task):
+        return thing
+    return setup_of(made_by(made, where=thing), name=thing)

@@ -12,15 +12,13 @@ from typing import assert_never
 from glassformer.costs.activations import FLOAT, activations
 from glassformer.spec.checks import check_member, spec
 from glassformer.spec.decoding import KVCache
-from glassformer.spec.errors import InputError
 from glassformer.spec.execution import KV_GROUP
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.program import Attend, Linear, Remember, Route, program
 from glassformer.spec.quantization import QuantSpec, coverage, targets
 from glassformer.spec.schemes import SCHEMES, scheme_bytes
-from glassformer.spec.train import SGD, AdamW, Muon, Optimizer
+from glassformer.spec.train import AdamW, Optimizer
 
 
 @spec
@@ -88,21 +86,7 @@ def weight_bytes(model: ModelSpec) -> dict[str, int]:
 def optimizer_bytes(model: ModelSpec, optimizer: Optimizer) -> int:
     """Count the bytes of the optimizer's state: moments, and AdamW's step count per tensor."""
     check_member("optimizer", optimizer, Optimizer)
-    own = list(stored(model).values())
-    match optimizer:
-        case SGD(momentum=momentum):
-            return FLOAT * sum(p.size for p in own) if momentum else 0
-        case AdamW():
-            return FLOAT * sum(2 * p.size + 1 for p in own)
-        case Muon():
-            return FLOAT * sum(
-                p.size if p.kind == "matrix" and p.layer is not None else 2 * p.size + 1
-                for p in own
-            )
-        case OwnOptimizer():
-            raise InputError(f"how much {optimizer.source} keeps is not known")
-        case _ as unreachable:
-            assert_never(unreachable)
+    return FLOAT * sum(optimizer.state_size(p) for p in stored(model).values())
 
 
 @spec

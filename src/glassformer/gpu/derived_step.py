@@ -35,18 +35,11 @@ from glassformer.nn.experts import MixtureOfExperts
 from glassformer.nn.ffn import MLP, SwiGLU
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
-from glassformer.nn.position import (
-    AddedPosition,
-    LearnedPosition,
-    RotaryPosition,
-    SinusoidalPosition,
-    heads_key,
-)
+from glassformer.nn.position import RotaryPosition, added_rows, heads_key
 from glassformer.spec import model as spec
 from glassformer.spec import program as kinds
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnPosition
-from glassformer.spec.program import ANY, Runs, everything_but, missing
+from glassformer.spec.program import ANY, Runs, every_field, everything_but, missing
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -92,6 +85,23 @@ RUNS: Runs = {
 }
 
 
+#: How a block may be put together, which no single operation says: a field that is not named must
+#: have its default.
+BLOCKS: Runs = {
+    spec.Stack: dict.fromkeys(("final_norm", "embed_norm", "dropout"), ANY),
+    spec.Dropout: every_field(spec.Dropout),
+    spec.Block: dict.fromkeys(("attention", "ffn", "norm", "cross"), ANY)
+    | {"placement": ("pre", "post")},
+    spec.Attention: dict.fromkeys(("n_kv_heads", "d_head", "bias", "qk_norm"), ANY)
+    | dict.fromkeys(("causal", "window"), ANY),
+    spec.LayerNorm: {"eps": ANY},
+    spec.RMSNorm: {"eps": ANY},
+    spec.MLP: every_field(spec.MLP),
+    spec.SwiGLU: dict.fromkeys(("bias", "activation"), ANY),
+    spec.MoE: dict.fromkeys(("normalize", "shared", "shared_gate", "balance"), ANY),
+}
+
+
 def lacks(model: spec.ModelSpec) -> str:
     """Return what of a model the derived step does not compute; empty if it computes all.
 
@@ -99,33 +109,20 @@ def lacks(model: spec.ModelSpec) -> str:
     """
     made = kinds.program(model).for_head("next")
     ops = tuple(op for op in made.ops if not op.part.startswith("encoder."))
-    if found := missing(replace(made, ops=ops), RUNS):
-        return found[0]
-    for op in ops:
-        match op.kind:
-            case kinds.Norm(form="layer") if len(op.weights) == 1:
-                return f"LayerNorm without a bias ({op.part})"
-            case kinds.Linear() if len(op.weights) > 1 and f"{op.writes}".endswith(".router"):
-                return f"a router's bias ({op.part})"
-            case kinds.Attend() if op.weights:
-                return f"sinks ({op.part})"
-            case kinds.Attend(heads=heads, scale=scale):
-                width = made.values[op.reads[0]].width // heads
-                if not math.isclose(scale, 1 / math.sqrt(width)):
-                    return f"Attend scale={scale:g} ({op.part})"
-            case _:
-                pass
-    for block in model.decoder.blocks():  # what stands where, which no single operation says
-        found_here = {
-            f"placement '{block.placement}'": block.placement not in ("pre", "post"),
-            "positions of a layer's own": block.attention.position is not None,
-            "a q/k-norm over all heads": block.attention.qk_norm_over != "head",
-            "a q/k-norm after the rotation": block.attention.qk_norm_last,
-        }
-        for words, is_so in found_here.items():
-            if is_so:
-                return words
+    for lack in (*missing(replace(made, ops=ops), RUNS), *kinds.lacks(model.decoder, BLOCKS)):
+        return lack
+    for layer, block in enumerate(model.decoder.blocks()):
+        for lack in kinds.lacks(_with_default_scale(block, model.d_model), BLOCKS):
+            return f"{lack} (blocks.{layer})"
     return ""
+
+
+def _with_default_scale(block: spec.Block, d_model: int) -> spec.Block:
+    """Return a block whose attention does not spell out the scale that it has anyway."""
+    own = block.attention
+    if own.scale is None or not math.isclose(own.scale, own.head_width(d_model) ** -0.5):
+        return block
+    return replace(block, attention=replace(own, scale=None))
 
 
 class FastAttention:
@@ -390,7 +387,7 @@ class FastModel:
         ]
         dtype = next(model.parameters()).dtype
         self.embed_norm = parts.embed_norm
-        self.positions_SD = _position_table(model.spec, parts.position, dtype)
+        self.positions_SD = added_rows(parts.position, model.spec.max_seq_len, dtype)
         rotary = ((int(w), cast(RotaryPosition, r)) for w, r in parts.rotary.items())
         self.turns = {width: _both_halves(part, dtype) for width, part in rotary}
         for block in self.blocks:
@@ -473,28 +470,6 @@ class FastModel:
         if self.positions_SD is not None:
             return torch.add(self.positions_SD[positions_B], x_BD, alpha=scale)
         return x_BD if scale == 1.0 else x_BD * scale
-
-
-def _position_table(
-    model: spec.ModelSpec,
-    part: SinusoidalPosition | LearnedPosition | AddedPosition | None,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Return the table that is added to the embedding, by position; None where nothing is."""
-    match model.position:
-        case spec.Sinusoidal():
-            assert isinstance(part, SinusoidalPosition)
-            return part.table.to(dtype)
-        case spec.Learned():
-            assert isinstance(part, LearnedPosition)
-            return part.weight.detach()[part.offset :].to(dtype)
-        case OwnPosition():
-            assert isinstance(part, AddedPosition)
-            return part.table(model.max_seq_len, dtype)
-        case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
-            return None
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 def _slopes(parts: StackParts, attention: FastAttention) -> Tensor | None:

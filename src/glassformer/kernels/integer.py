@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glassformer.kernels import c_library
 from glassformer.kernels.large_pages import empty
 from glassformer.spec.errors import InputError
+from glassformer.spec.program import ANY, Runs, lacks
 from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # I inputs, O outputs, G groups, N looked-up rows, T tiles, L = 16 outputs of a tile, W words of a
@@ -22,8 +22,11 @@ from glassformer.spec.schemes import Int4, Int8, Scheme
 
 Array = NDArray[Any]
 
-#: What the C file has routines for.
-SCHEMES = (Int8, Int4)
+#: What the C file has routines for; levels of 8 bits without a zero point.
+RUNS: Runs = {
+    Int8: {"group": ANY, "symmetric": (True,)},
+    Int4: {"group": ANY, "symmetric": ANY, "fine": ANY},
+}
 
 TILE = 16
 MOST_INPUTS = 1 << 17  # 128 * 127 * this still fits into 32 bits
@@ -133,34 +136,24 @@ class IntegerTiles:
         return rows_NI
 
 
-def lacks(scheme: Scheme) -> str:
-    """Return why integer.c cannot run a matrix of this scheme; empty if it can."""
-    if not isinstance(scheme, SCHEMES):
-        return f"has {' and '.join(each.name for each in SCHEMES)} only"
-    if isinstance(scheme, Int8) and not scheme.symmetric:
-        return "has symmetric levels only, for 8 bits"
-    return c_library.unavailable()
-
-
 def tiles_of(scheme: Scheme, parts: Mapping[str, Array], *, refined: bool) -> IntegerTiles:
     """Return the tiles of a matrix in its stored form, which has these tensors by leaf name."""
-    match scheme:
-        case Int8(symmetric=True):
-            return int8_tiles(parts["qweight"], parts["scale"], refined=refined)
-        case Int4(group=int(group)):
-            exponent_O, outer_O = parts.get("exponent"), None
-            if exponent_O is not None:
-                outer_O = np.ldexp(np.float32(1.0), exponent_O.astype(np.int32))
-            return int4_tiles(
-                parts["qweight"],
-                parts["scale"],
-                parts.get("zero"),
-                group=group,
-                outer_O=outer_O,
-                refined=refined,
-            )
-        case other:
-            raise TypeError(f"{other} has no C routine")
+    for lack in lacks(scheme, RUNS):
+        raise TypeError(f"integer.c has no {lack}")
+    if scheme.bits == 8:
+        return int8_tiles(parts["qweight"], parts["scale"], refined=refined)
+    exponent_O, outer_O = parts.get("exponent"), None
+    if exponent_O is not None:
+        outer_O = np.ldexp(np.float32(1.0), exponent_O.astype(np.int32))
+    scale_OG = parts["scale"]
+    return int4_tiles(
+        parts["qweight"],
+        scale_OG,
+        parts.get("zero"),
+        group=parts["qweight"].shape[1] * 2 // scale_OG.shape[1],
+        outer_O=outer_O,
+        refined=refined,
+    )
 
 
 def stored_parts(tiles: IntegerTiles) -> dict[str, Array]:

@@ -130,11 +130,10 @@ def finetune(
     `glass train finetune base=MODEL data=FILE lora=8`. Without `steps`: three epochs.
     """
     given = [f"base={base}", f"data={data}"]
-    match lora:
-        case LoRA():
-            given += [f"lora.{key}={json.dumps(value)}" for key, value in to_dict(lora).items()]
-        case int():
-            given.append(f"lora={lora}")
+    if isinstance(lora, int):
+        given.append(f"lora={lora}")
+    elif lora is not None:
+        given += [f"lora.{key}={json.dumps(value)}" for key, value in to_dict(lora).items()]
     return train(
         FINETUNE,
         steps=steps,

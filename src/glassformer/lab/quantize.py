@@ -554,7 +554,7 @@ def _indivisible(spec: QuantSpec, model: Model) -> tuple[str, ...]:
     return tuple(
         path
         for path, layer in quantized_layers(model)
-        if not layer.head and spec.scheme.resolve(layer.shape[1]).why_not(layer.shape[1])
+        if not layer.head and spec.scheme.resolve(layer.shape[1]).lacks(layer.shape[1])
     )
 
 

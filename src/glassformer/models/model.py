@@ -26,7 +26,7 @@ from glassformer.nn.taps import Taps
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import check_fits, manifest
-from glassformer.spec.model import FactorizedEmbedding, ModelSpec
+from glassformer.spec.model import ModelSpec
 
 # B batch, T length, D d_model, V logits
 
@@ -134,12 +134,10 @@ class Model(Specified, ABC):
 
     def penalty(self) -> Tensor:
         """Return the regulariser that the spec adds to every loss: the L1 term of U, or 0."""
-        if not isinstance(self.spec.embedding, FactorizedEmbedding):
-            return next(self.parameters()).new_zeros(())
         terms = [
             part.penalty() for part in self.modules() if isinstance(part, FactorizedTokenEmbedding)
         ]
-        return torch.stack(terms).sum()
+        return torch.stack(terms).sum() if terms else next(self.parameters()).new_zeros(())
 
 
 class Holder(Protocol):

@@ -1,7 +1,7 @@
 """One stack: embedding, position, blocks, final norm."""
 
 from functools import partial
-from typing import assert_never, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,17 @@ from glassformer.nn.mask import Masks, memory_mask
 from glassformer.nn.norm import LayerNorm, RMSNorm, build_norm
 from glassformer.nn.position import (
     AddedPosition,
-    ALiBiPosition,
     LearnedPosition,
     RelativePosition,
     RotaryPosition,
     SinusoidalPosition,
-    build_own_position,
-    heads_key,
+    build_biases,
+    build_position,
     positions_of,
 )
 from glassformer.nn.taps import Taps, TapsAt, tap, under
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnPosition
 
 # B batch, T new length, S length with the past, D d_model
 
@@ -56,28 +54,10 @@ def add_stack_parts(
     holder.stack = stack
     holder.embed = build_embedding(model.embedding, vocab_size, model.d_model)
     holder.dropout = nn.Dropout(stack.dropout.embedding)
-    holder.position = holder.relative = None
+    holder.position = build_position(model)
     holder.rotary, holder.alibi = nn.ModuleDict(), nn.ModuleDict()
-    match model.position:
-        case spec.NoPosition():
-            pass
-        case spec.Sinusoidal() as kind:
-            holder.position = SinusoidalPosition(model.max_seq_len, model.d_model, kind=kind)
-        case spec.Learned(offset=offset):
-            holder.position = LearnedPosition(model.max_seq_len, model.d_model, offset=offset)
-        case OwnPosition() as own:
-            holder.position = build_own_position(own, model.max_seq_len, model.d_model)
-        case spec.Rotary():
-            pass
-        case spec.ALiBi() as alibi:
-            for block in stack.blocks():
-                heads, width = block.attention.n_heads, block.attention.head_width(model.d_model)
-                holder.alibi[heads_key(heads, width)] = ALiBiPosition(alibi, heads, width)
-        case spec.RelativeBias() as relative:
-            first = next(stack.blocks()).attention
-            holder.relative = RelativePosition(relative, first.n_heads, causal=first.causal)
-        case _ as unreachable:
-            assert_never(unreachable)
+    slopes, holder.relative = build_biases(model, stack)
+    holder.alibi.update(slopes)
     holder.token_type = holder.embed_norm = None
     if model.token_types:
         holder.token_type = TokenEmbedding(model.token_types, model.d_model)

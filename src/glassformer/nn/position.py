@@ -7,7 +7,7 @@ it to float64.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from glassformer.kernels import tables
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ALiBi, RelativeBias, Rotary, Sinusoidal
+from glassformer.spec.model import (
+    ALiBi,
+    Learned,
+    ModelSpec,
+    NoPosition,
+    RelativeBias,
+    Rotary,
+    Sinusoidal,
+    Stack,
+)
 from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
 from glassformer.spec.position import alibi_slopes, relative_buckets
 
@@ -140,6 +149,39 @@ class AddedPosition(nn.Module, ABC):
         return self.rows(torch.arange(length, device=device)).to(dtype)
 
 
+Added = SinusoidalPosition | LearnedPosition | AddedPosition
+
+
+def build_position(model: ModelSpec) -> Added | None:
+    """Build what is added to the embedding for its position; None where nothing is."""
+    match model.position:
+        case Sinusoidal() as kind:
+            return SinusoidalPosition(model.max_seq_len, model.d_model, kind=kind)
+        case Learned(offset=offset):
+            return LearnedPosition(model.max_seq_len, model.d_model, offset=offset)
+        case OwnPosition() as own:
+            return build_own_position(own, model.max_seq_len, model.d_model)
+        case NoPosition() | Rotary() | ALiBi() | RelativeBias():
+            return None
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def added_rows(part: Added | None, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the rows that are added by position, however they are made; None without any."""
+    match part:
+        case SinusoidalPosition():
+            return part.table.to(dtype)
+        case LearnedPosition():
+            return part.weight.detach()[part.offset :].to(dtype)
+        case AddedPosition():
+            return part.table(length, dtype)
+        case None:
+            return None
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def build_own_position(own: OwnPosition, max_seq_len: int, d_model: int) -> AddedPosition:
     """The module of a user's position, with the parameters that its spec declares."""
     kind = _own_class(own)
@@ -257,6 +299,26 @@ class RelativePosition(ComputedTable):
         buckets_TS = self.table[apart_TS.clamp(-most, most) + most].long()
         bias_NTS = F.embedding(buckets_TS, self.weight).movedim(-1, -3)
         return bias_NTS if bias_NTS.ndim == 4 else bias_NTS[None]
+
+
+def build_biases(
+    model: ModelSpec, stack: Stack
+) -> tuple[dict[str, ALiBiPosition], RelativePosition | None]:
+    """Build what is added to the scores of a stack: slopes for each shape of heads, or a table."""
+    slopes: dict[str, ALiBiPosition] = {}
+    for block in stack.blocks():
+        attention = block.attention
+        match model.position:
+            case ALiBi() as alibi:
+                heads, width = attention.n_heads, attention.head_width(model.d_model)
+                slopes[heads_key(heads, width)] = ALiBiPosition(alibi, heads, width)
+            case RelativeBias() as relative:  # the spec has checked that layers share it
+                return {}, RelativePosition(relative, attention.n_heads, causal=attention.causal)
+            case NoPosition() | Sinusoidal() | Learned() | Rotary() | OwnPosition():
+                return {}, None
+            case _ as unreachable:
+                assert_never(unreachable)
+    return slopes, None
 
 
 def make_tables(module: nn.Module, device: torch.device | str) -> None:

@@ -54,7 +54,7 @@ def small_enough(model: ModelSpec, spec: QuantSpec) -> QuantSpec:
     tables = [p for p in every if p.role in ("head", "embedding")]
     narrow = replace(spec, head=spec.scheme)
     small = sum(math.prod(p.shape) for p in tables) < DOMINATES * weights
-    if small or any(spec.scheme.why_not(p.shape[-1]) for p in tables):
+    if small or any(spec.scheme.lacks(p.shape[-1]) for p in tables):
         return spec
     aim = AIM * 4 * count_parameters(model)
     if stored_bytes(model, spec) <= aim or stored_bytes(model, narrow) > aim:

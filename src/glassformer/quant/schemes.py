@@ -620,7 +620,7 @@ def check_matrix(weight_OI: Tensor, scheme: Scheme) -> Scheme:
             hint="(outputs, inputs)",
         )
     scheme = check_scheme(scheme).resolve(weight_OI.shape[1])
-    problem = scheme.why_not(weight_OI.shape[1])
+    problem = scheme.lacks(weight_OI.shape[1])
     if problem:
         raise InputError(problem, hint="another scheme, or leave this layer as it is")
     if not bool(torch.isfinite(weight_OI).all()):

@@ -439,6 +439,17 @@ def _target_embedding(model: ModelSpec) -> str:
     return "encoder.embed." if model.share_embedding else "decoder.embed."
 
 
+def penalties(model: ModelSpec) -> dict[str, float]:
+    """Return the tables whose sum of absolute values is in the objective, with its coefficient."""
+    match model.embedding:
+        case FactorizedEmbedding(l1=l1):
+            return {name: l1 for name in stored(model) if name.endswith("embed.u")}
+        case PlainEmbedding() | ScaledEmbedding():
+            return {}
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def is_tied(head: Head) -> bool:
     """True if a head uses the token table as its weights."""
     match head:

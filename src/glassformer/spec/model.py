@@ -115,9 +115,14 @@ __all__ = [
 ]
 
 
+def position_of(attention: Attention, position: Position) -> Position:
+    """Return the position of a self-attention: its own, or else the model's."""
+    return position if attention.position is None else attention.position
+
+
 def rotary_of(attention: Attention, position: Position) -> Rotary | None:
     """Return the rotation of a self-attention: its own or else the model's; None without one."""
-    own: Position = position if attention.position is None else attention.position
+    own = position_of(attention, position)
     match own:
         case Rotary():
             return own
@@ -247,6 +252,15 @@ class ModelSpec:
     def n_layers(self) -> int:
         """Decoder layers."""
         return self.decoder.n_layers
+
+    def positions(self) -> tuple[Position, ...]:
+        """The ways in which the layers know positions, each once; without one NoPosition."""
+        ways = dict.fromkeys(
+            position_of(block.attention, self.position)
+            for stack in self.stacks().values()
+            for block in stack.blocks()
+        )
+        return tuple(way for way in ways if way != NoPosition()) or (NoPosition(),)
 
     @property
     def source_vocab(self) -> int:

@@ -108,6 +108,10 @@ class OwnTokenizer(OwnPart):
 class OwnOptimizer(OwnPart):
     """A subclass of `torch.optim.Optimizer`; torch only."""
 
+    def state_size(self, parameter: object) -> int:
+        """Refuse to count the numbers kept for a parameter, which only its code knows."""
+        raise InputError(f"how much {self.source} keeps is not known")
+
 
 @spec
 class OwnParameter:
@@ -140,6 +144,11 @@ class OwnPosition(OwnPart):
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) < len(names):
             raise InputError(f"{self.source} declares a parameter twice")
+
+    @property
+    def summary(self) -> str:
+        """It in words."""
+        return f"positions of your own ({self.source})"
 
 
 def check_source(source: str) -> None:

@@ -9,7 +9,7 @@ digits would turn a released model's late positions by other angles than it has 
 
 import math
 import struct
-from typing import Literal, assert_never, get_args
+from typing import ClassVar, Literal, assert_never, get_args
 
 from glassformer.spec.checks import at_least, one_of, positive, spec
 from glassformer.spec.errors import InputError
@@ -22,6 +22,8 @@ SinusoidForm = Literal["interleaved", "halves", "fairseq"]
 class NoPosition:
     """No position encoding: only the causal mask shows the order."""
 
+    summary: ClassVar[str] = "no positions"
+
 
 @spec
 class Sinusoidal:
@@ -30,6 +32,8 @@ class Sinusoidal:
     `form` halves has the sines in the first half and the cosines in the second (Marian, Pegasus);
     fairseq likewise, with base^(i/(d/2 - 1)) (M2M-100). Position 0 is row `offset` of the table.
     """
+
+    summary: ClassVar[str] = "sinusoidal positions"
 
     base: float = 10_000.0
     form: SinusoidForm = "interleaved"
@@ -54,6 +58,8 @@ class Learned:
 
     `offset` rows stand before that of position 0 and are never read: RoBERTa and BART have two.
     """
+
+    summary: ClassVar[str] = "learned positions"
 
     offset: int = 0
 
@@ -153,6 +159,8 @@ class Rotary:
     With a `share` below 1, only that first part of each head is rotated (GPT-NeoX, Phi, StableLM).
     """
 
+    summary: ClassVar[str] = "rotary positions"
+
     base: float = 10_000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
     share: float = 1.0
@@ -181,6 +189,10 @@ class ALiBi:
     do not. Cross-attention has no bias: the two sequences share no positions.
     """
 
+    summary: ClassVar[str] = "linear biases for positions (ALiBi)"
+    #: What is added to a score.
+    term: ClassVar[str] = "- slope · distance"
+
     max_bias: float = 8.0
     scaled: bool = False
 
@@ -197,6 +209,10 @@ class RelativeBias:
     logarithm; from `max_distance` on, all distances share the last. Attention to both sides has
     half of the buckets for either side. Cross-attention has no bias.
     """
+
+    summary: ClassVar[str] = "learned biases by distance (T5)"
+    #: What is added to a score.
+    term: ClassVar[str] = "+ bias by distance"
 
     buckets: int = 32
     max_distance: int = 128

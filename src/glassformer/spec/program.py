@@ -861,13 +861,14 @@ _INSIDE = (
 )
 
 
+def every_field(cls: type, **only: Collection[Any]) -> Mapping[str, Collection[Any] | _Any]:
+    """Return the fields of a kind or spec with every value, but for those that are given."""
+    return {each.name: only.get(each.name, ANY) for each in fields(cls)}
+
+
 def everything_but(*lacking: type) -> Runs:
     """Return what an executor runs that runs every kind with every value, but for these."""
-    return {
-        one: {each.name: ANY for each in fields(one)}
-        for one in (*KINDS, *_INSIDE)
-        if one not in lacking
-    }
+    return {one: every_field(one) for one in (*KINDS, *_INSIDE) if one not in lacking}
 
 
 # --- the list as text -----------------------------------------------------------------------------

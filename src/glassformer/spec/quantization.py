@@ -90,7 +90,7 @@ class QuantSpec:
         scheme = own.resolve(inputs)
         if layer_of(target.name) in self.wider:
             scheme = Int8().resolve(inputs)
-        problem = scheme.why_not(inputs)
+        problem = scheme.lacks(inputs)
         if not problem:
             return scheme
         rule = self.indivisible
@@ -256,7 +256,7 @@ class Coverage:
 def coverage(model: ModelSpec, scheme: Scheme) -> Coverage:
     """Return which layers of a model a scheme fits."""
     layers = {
-        layer_of(p.name): scheme.why_not(p.shape[-1])
+        layer_of(p.name): scheme.lacks(p.shape[-1])
         for p in targets(model)
         if p.role not in ("head", "embedding")
     }
@@ -289,7 +289,7 @@ def stored_tensors(model: ModelSpec, quantization: Quantization | None) -> dict[
             )
         target, scheme = known[layer.name], check_scheme(layer.scheme)
         outputs, inputs = target.shape
-        problem = scheme.why_not(inputs)
+        problem = scheme.lacks(inputs)
         if problem:
             raise InputError(problem, where=layer.name)
         del plain[target.name]

@@ -84,8 +84,8 @@ class Int8:
         fits = self.symmetric and inputs % min(GROUPS) == 0
         return replace(self, group=min(GROUPS) if fits else 0)
 
-    def why_not(self, inputs: int) -> str:
-        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+    def lacks(self, inputs: int) -> str:
+        """Return what a matrix of this many inputs lacks for this scheme; empty if nothing."""
         group = self.resolve(inputs).group
         return _indivisible(group, inputs) if group else ""
 
@@ -142,8 +142,8 @@ class Int4:
         """Return the scheme with every option chosen, for a matrix of this many inputs."""
         return replace(self, group=min(GROUPS)) if self.group is None else self
 
-    def why_not(self, inputs: int) -> str:
-        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+    def lacks(self, inputs: int) -> str:
+        """Return what a matrix of this many inputs lacks for this scheme; empty if nothing."""
         group = self.resolve(inputs).group
         assert group is not None
         return _indivisible(group, inputs)
@@ -195,8 +195,8 @@ class Float8:
         """Return the scheme with every option chosen, for a matrix of this many inputs."""
         return self
 
-    def why_not(self, inputs: int) -> str:
-        """Return why a matrix of this many inputs cannot have this scheme; empty if it can."""
+    def lacks(self, inputs: int) -> str:
+        """Return what a matrix of this many inputs lacks for this scheme; empty if nothing."""
         return ""
 
     def for_head(self) -> "Scheme":

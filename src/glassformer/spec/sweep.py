@@ -40,6 +40,10 @@ class Choices:
         if twice:
             raise InputError(f"{min(twice)} is listed twice", hint="each value once")
 
+    def typed(self) -> str:
+        """Return the values as they are typed behind `=`."""
+        return ",".join(self.values)
+
 
 @spec
 class Range:
@@ -68,6 +72,11 @@ class Range:
     def is_whole(self) -> bool:
         """True if the values are whole numbers."""
         return self.step > 0
+
+    def typed(self) -> str:
+        """Return the range as it is typed behind `=`."""
+        step = f"/{self.step}" if self.step > 1 else ""
+        return f"{'log:' if self.log else ''}{self.low:g}..{self.high:g}{step}"
 
     def at(self, share: float) -> str:
         """Return the value at a share of the way, 0 to 1, as text."""

@@ -9,9 +9,9 @@ the same names and rules that `manifest` has for the rest of the model.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Literal, assert_never, get_args
+from typing import Any, Literal, get_args
 
 from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, size, spec
 from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
@@ -20,6 +20,7 @@ from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.program import Runs, every_field, lacks
 from glassformer.spec.serialize import check_scalar
 from glassformer.spec.tasks import FinetuneTask, Task
 
@@ -190,6 +191,10 @@ class SGD:
     def __post_init__(self) -> None:
         probability("momentum", self.momentum)
 
+    def state_size(self, parameter: Parameter) -> int:
+        """Count the numbers kept for a parameter."""
+        return parameter.size if self.momentum else 0
+
 
 @spec
 class AdamW:
@@ -204,6 +209,10 @@ class AdamW:
         _betas(self.beta1, self.beta2)
         positive("eps", self.eps)
         _decay(self.weight_decay)
+
+    def state_size(self, parameter: Parameter) -> int:
+        """Count the numbers kept for a parameter: two moments, and the steps."""
+        return 2 * parameter.size + 1
 
 
 @spec
@@ -226,6 +235,14 @@ class Muon:
         _betas(self.beta1, self.beta2)
         positive("eps", self.eps)
         _decay(self.weight_decay)
+
+    def turns(self, parameter: Parameter) -> bool:
+        """Return True for a matrix of a block; AdamW takes everything else."""
+        return parameter.kind == "matrix" and parameter.layer is not None
+
+    def state_size(self, parameter: Parameter) -> int:
+        """Count the numbers kept for a parameter: its momentum, or what AdamW keeps."""
+        return parameter.size if self.turns(parameter) else 2 * parameter.size + 1
 
 
 Optimizer = SGD | AdamW | Muon | OwnOptimizer
@@ -389,30 +406,37 @@ class RunSpec:
         for weight in self.train.head_weights:
             self.model.head(weight.head)
         if self.engine in ("native", "numpy"):
-            for lack, hint in arrays_lack(self.train, native=self.engine == "native"):
-                raise InputError(lack, hint=hint)
+            check_arrays(self.train, native=self.engine == "native")
         if isinstance(self.task, FinetuneTask) and self.tuning is None:
             raise InputError("fine-tuning needs a base", hint="base=MODEL")
 
 
-def arrays_lack(train: TrainSpec, *, native: bool) -> Iterator[tuple[str, str]]:
-    """Yield what the engines without torch lack for a training, each with what to do."""
-    none = f"the {'native' if native else 'NumPy'} engine has no"
-    if native and train.precision == "float64":
-        yield f"{none} float64", "engine=numpy"
-    if train.precision == "bf16":
-        yield f"{none} half precision", "train.precision=float32"
-    if train.compile == "on":
-        yield f"{none} compile", "engine=torch"
-    match train.optimizer:
-        case AdamW() | SGD() | Muon():
-            pass
-        case OwnOptimizer(source=source):
-            yield f"{source} is an optimizer of torch", "engine=torch"
-        case _ as unreachable:
-            assert_never(unreachable)
-    if train.gradient_checkpointing:
-        yield f"{none} gradient checkpointing", "engine=torch"
+def training_by(*optimizers: type, **only: Collection[Any]) -> Runs:
+    """Return what an engine runs that trains by these optimizers, with any other setting.
+
+    `only` has the values that it takes of a field; it keeps all activations.
+    """
+    flags = {"gradient_checkpointing": (False,)}
+    return {
+        TrainSpec: every_field(TrainSpec, **flags, **only),
+        **{one: every_field(one) for one in (*optimizers, *get_args(Schedule))},
+    }
+
+
+def arrays_lack(train: TrainSpec, *, native: bool) -> str:
+    """Return what the engine in C or in NumPy lacks for a training; empty if nothing."""
+    precision = ("float32",) if native else ("float32", "float64")
+    runs = training_by(SGD, AdamW, Muon, precision=precision, compile=("auto", "off"))
+    for lack in lacks(train, runs):
+        name = lack.replace("TrainSpec ", "train.")
+        return f"the {'native' if native else 'NumPy'} engine has no {name}"
+    return ""
+
+
+def check_arrays(train: TrainSpec, *, native: bool) -> None:
+    """Refuse what the engine in C or in NumPy lacks for a training."""
+    if lack := arrays_lack(train, native=native):
+        raise InputError(lack, hint="engine=torch")
 
 
 def setting_for(word: str) -> str | None:

@@ -16,7 +16,7 @@ def native_lacks(run: RunSpec, *, device: str = "cpu", processes: int = 1) -> st
         return "the native engine trains in one process"
     if reason := c_library.unavailable():
         return reason
-    for lack, _ in arrays_lack(run.train, native=True):
+    if lack := arrays_lack(run.train, native=True):
         return lack
     lora = None if run.tuning is None else run.tuning.lora
     for lack in C.lacking(program(run.model, training=True, lora=lora)):

@@ -20,10 +20,9 @@ from glassformer.byhand.table import Table
 from glassformer.data.batch import Batch
 from glassformer.kernels.threads import numpy_taking, product_threads
 from glassformer.spec.checks import check_tree
-from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
-from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, arrays_lack
+from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, check_arrays
 from glassformer.training.engine import (
     Array,
     Arrays,
@@ -57,8 +56,7 @@ class NumpyEngine(AtOnce):
         self.model = model
         self.train = train
         check_tree(train)
-        for lack, hint in arrays_lack(train, native=model.table is C):
-            raise InputError(lack, hint=hint)
+        check_arrays(train, native=model.table is C)
         match train.optimizer:
             case SGD(momentum=momentum):
                 self.optimizer: optim.SGD | optim.AdamW | optim.Muon = optim.SGD(

@@ -29,9 +29,17 @@ from glassformer.nn.position import make_tables
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
-from glassformer.spec.own import OwnOptimizer, OwnPosition
-from glassformer.spec.program import Route, everything_but, missing, program
-from glassformer.spec.train import AdamW, Muon, RunSpec
+from glassformer.spec.own import OwnPosition
+from glassformer.spec.program import (
+    ANY,
+    Route,
+    Runs,
+    everything_but,
+    lacks,
+    missing,
+    program,
+)
+from glassformer.spec.train import AdamW, RunSpec, training_without
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (
     GPU_LOGITS,
@@ -62,20 +70,18 @@ from glassformer.training.stacked_step import (
 RUNS = everything_but(OwnPosition, Route)
 
 
-def why_not_stacked(run: RunSpec) -> str | None:
-    """Return why a run cannot be trained in a stack; None if it can."""
-    if run.engine not in ("torch", "auto"):
-        name = "NumPy" if run.engine == "numpy" else "native"
-        return f"the {name} engine trains one model at a time"
-    if run.tuning is not None:
-        return "a fine-tuned model starts from its base"
-    if lacks := missing(program(run.model), RUNS):
-        return f"a stack has no {lacks[0]}"
-    if isinstance(run.train.optimizer, Muon | OwnOptimizer):
-        return "only SGD and AdamW are stacked"
-    if run.train.gradient_checkpointing:
-        return "a stack keeps its activations"
-    return None
+#: What it takes of a run besides its model: no base to start from, and activations that are kept.
+TRAINS: Runs = {
+    RunSpec: {"engine": ("auto", "torch"), "train": ANY, "tuning": ANY},
+    **training_without("gradient_checkpointing"),
+}
+
+
+def lacking(run: RunSpec) -> str:
+    """Return what a stack lacks to train a run; empty if nothing."""
+    for lack in (*missing(program(run.model), RUNS), *lacks(run, TRAINS)):
+        return f"a stack has no {lack}"
+    return ""
 
 
 def stack_key(run: RunSpec) -> tuple[object, ...]:
@@ -475,8 +481,7 @@ def check_stack(runs: Sequence[RunSpec]) -> None:
     if not runs:
         raise InputError("a stack without a run", hint="give at least one")
     for run in runs:
-        reason = why_not_stacked(run)
-        if reason is not None:
+        if reason := lacking(run):
             raise InputError(f"the run cannot be stacked: {reason}", hint="train it alone")
     if len({stack_key(run) for run in runs}) > 1:
         raise InputError(

@@ -291,11 +291,18 @@ def layout_of(spec: ModelSpec) -> Layout:
 
 def moments_of(train: TrainSpec) -> tuple[str, ...]:
     """Return the names of what the optimizer keeps for every parameter, as torch spells them."""
+    moments, settings = _kept(train)
+    return moments if settings.get("momentum") != 0.0 else ()
+
+
+def _kept(train: TrainSpec) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Return the names of the optimizer's moments, and the numbers in which models may differ."""
     match train.optimizer:
         case SGD(momentum=momentum):
-            return ("momentum_buffer",) if momentum else ()
-        case AdamW():
-            return "exp_avg", "exp_avg_sq"
+            return ("momentum_buffer",), {"momentum": momentum}
+        case AdamW() as adam:
+            names = ("beta1", "beta2", "eps", "weight_decay")
+            return ("exp_avg", "exp_avg_sq"), {name: getattr(adam, name) for name in names}
         case Muon() | OwnOptimizer():
             raise AssertionError("check_stack refuses them")
         case _ as unreachable:
@@ -570,16 +577,8 @@ def _settings(
     for head in spec.head_names():
         values[f"weight.{head}"] = [train.head_weight(head) for train in trains]
     for train in trains:
-        match train.optimizer:
-            case SGD(momentum=momentum):
-                values.setdefault("momentum", []).append(momentum)
-            case AdamW() as adam:
-                for name in ("beta1", "beta2", "eps", "weight_decay"):
-                    values.setdefault(name, []).append(getattr(adam, name))
-            case Muon() | OwnOptimizer():
-                raise AssertionError("check_stack refuses them")
-            case _ as unreachable:
-                assert_never(unreachable)
+        for name, value in _kept(train)[1].items():
+            values.setdefault(name, []).append(value)
     return {
         name: torch.tensor(numbers, dtype=torch.float64, device=device)
         for name, numbers in values.items()

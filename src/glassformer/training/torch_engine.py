@@ -418,11 +418,7 @@ def build_optimizers(
         case AdamW() as adam:
             return [(_adamw(named, rules, adam, train.lr), 1.0)]
         case Muon() as muon:
-            matrices = {
-                name: p
-                for name, p in named.items()
-                if rules[name].kind == "matrix" and rules[name].layer is not None
-            }
+            matrices = {name: p for name, p in named.items() if muon.turns(rules[name])}
             rest = {name: p for name, p in named.items() if name not in matrices}
             first = light(torch.optim.Muon)(
                 matrices.values(),

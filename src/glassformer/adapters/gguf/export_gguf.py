@@ -77,7 +77,7 @@ def write_vocabulary(
         normalizer=data["normalizer"],
         whole=bool(data["model"].get("ignore_merges")),
     )
-    why = _why_not(data, words, tokenizer, size)
+    why = _lacks(data, words, tokenizer, size)
     if why:
         return without, (f"the tokenizer is not written: {why}",)
     pieces = {i: token for token, i in data["model"]["vocab"].items()}
@@ -118,8 +118,8 @@ def write_templates(templates: dict[str, str]) -> dict[str, Any]:
     return made | ({TEMPLATE: templates["default"]} if "default" in templates else {})
 
 
-def _why_not(data: dict[str, Any], words: str | None, tokenizer: Tokenizer, size: int) -> str:
-    """Return why a reader of the file would tokenize differently; empty if it would not."""
+def _lacks(data: dict[str, Any], words: str | None, tokenizer: Tokenizer, size: int) -> str:
+    """Return what GGUF lacks to say how this tokenizer cuts text; empty if nothing."""
     model, decoder = data["model"], data["decoder"] or {}
     if words is None or decoder.get("type") != "ByteLevel":
         return "it is no byte-level BPE that cuts words in a way that GGUF names"

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Literal, assert_never
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,14 +42,10 @@ from glassformer.nn.taps import Taps
 from glassformer.spec import presets
 from glassformer.spec.manifest import count_parameters, stored
 from glassformer.spec.model import (
-    MLP,
     Attention,
     Dropout,
-    FeedForward,
     ModelSpec,
-    MoE,
     NextHead,
-    SwiGLU,
     tap_shapes,
 )
 from glassformer.spec.tasks import NAMED_TASKS
@@ -355,25 +351,14 @@ PLACES = {
 }
 
 
-def _before_dropout(ffn: FeedForward) -> str:
-    """Return the last tap of a feed-forward before its dropout."""
-    match ffn:
-        case MLP() | SwiGLU():
-            return "ffn.hidden"
-        case MoE():
-            return "ffn.routing"
-        case _ as unreachable:
-            assert_never(unreachable)
-
-
 def dropout_places(subject: Subject) -> Measure:
     """Each rate acts where its name says and nowhere before, in training only."""
     model, mistakes = shortened(subject.ours()), 0
     inputs = with_source(model.spec, tokens_of(subject, 2, LENGTH, seed=81), None)
     for place, (same, differs) in PLACES.items():
-        for prefix, stack in model.spec.stacks().items():
-            if place == "ffn":
-                same = _before_dropout(next(stack.blocks()).ffn)
+        for prefix in model.spec.stacks():
+            if place == "ffn" and f"{prefix}blocks.0" in model.spec.mixtures():
+                same = "ffn.routing"
             twin = _with_dropout(model, prefix, place)
             block = f"{prefix}blocks.0."
             after = f"{prefix}embed" if differs == "embed" else f"{block}{differs}"

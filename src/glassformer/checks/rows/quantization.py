@@ -26,7 +26,7 @@ from glasscheck.rows.invariants import LENGTH, tokens_of, tolerance_of
 from glasscheck.subject import Subject
 from glassformer.checks.subject import with_source
 from glassformer.models.model import Model
-from glassformer.quant.backends.choose import BACKENDS, FLOAT, ROUNDING, why_not
+from glassformer.quant.backends.choose import BACKENDS, FLOAT, ROUNDING, lacking
 from glassformer.quant.backends.routines import float_product, reference_product
 from glassformer.quant.contents import quantized_arrays, restored_model
 from glassformer.quant.convert import (
@@ -156,7 +156,7 @@ def backends_agree(subject: Subject) -> Measure:
             expected = float_product(x, tensor)
             for name, backend in BACKENDS.items():
                 lookup = layer.lookup
-                if why_not(name, layer.scheme, layer.shape, device, lookup=lookup):
+                if lacking(name, layer.scheme, layer.shape, device, lookup=lookup):
                     continue
                 found = backend.pack(tensor, lookup=lookup).product(x, None)
                 room = backend.bound(x, dequantize(tensor)) + ROUNDING * expected.abs().max()

@@ -199,14 +199,14 @@ class Fsm(Task):
         self.spec = spec
         check_room(spec.examples, spec.max_length + spec.longer)
         self.name = machine_title(spec.machine)
-        match spec.machine:
-            case MachineTable():
-                found = machine_of_table(spec.machine)
-            case str():
-                found = machine_named(spec.machine, symbols=spec.symbols, seed=spec.machine_seed)
+        table = spec.machine if isinstance(spec.machine, MachineTable) else None
+        if table is None:
+            found = machine_named(str(spec.machine), symbols=spec.symbols, seed=spec.machine_seed)
+        else:
+            found = machine_of_table(table)
         self.machine: Machine = found
-        if isinstance(spec.machine, MachineTable) and spec.machine.probabilities:
-            shares_QE = np.array(spec.machine.probabilities)
+        if table is not None and table.probabilities:
+            shares_QE = np.array(table.probabilities)
             self.walk: Walk = given_walk(found, shares_QE, min_length=spec.min_length)
         else:
             self.walk = weighted_walk(

@@ -119,8 +119,8 @@ class Source(Protocol):
     def slopes(self, stack: str, layer: int) -> Array | None:
         """Return the slopes of a layer's heads, or None."""
 
-    def added(self, stack: str) -> Array | None:
-        """Return the rows that are added by position, or None."""
+    def added(self, op: kinds.Op) -> Array | None:
+        """Return the rows that an operation adds by position, or None."""
 
 
 class ArraySource:
@@ -171,22 +171,16 @@ class ArraySource:
         found = alibi_slopes(self.model.position, attention.n_heads, self._width(attention))
         return np.array(found, dtype=np.float32)
 
-    def added(self, stack: str) -> Array | None:
+    def added(self, op: kinds.Op) -> Array | None:
         """Return the sinusoids, or the learned rows that belong to a position."""
-        match self.model.position:
-            case spec.Sinusoidal() as kind:
-                found = tables.sinusoids(self.model.max_seq_len, self.model.d_model, kind=kind)
-                return found.astype(np.float32)
-            case spec.Learned(offset=offset):
-                weight = self.array(f"{stack}position.weight")
-                assert weight is not None
-                return weight[offset:]
-            case OwnPosition():
-                raise AssertionError("a user's position is a torch module")
-            case spec.NoPosition() | spec.Rotary() | spec.ALiBi() | spec.RelativeBias():
-                return None
-            case _ as unreachable:
-                assert_never(unreachable)
+        assert isinstance(op.kind, kinds.AddRows)
+        if op.kind.table is None:
+            weight = self.array(op.weights[0])
+            assert weight is not None
+            return weight[op.kind.offset :]
+        assert isinstance(op.kind.table, spec.Sinusoidal), "a user's position is a torch module"
+        found = tables.sinusoids(self.model.max_seq_len, self.model.d_model, kind=op.kind.table)
+        return found.astype(np.float32)
 
     def _attention(self, stack: str, layer: int) -> spec.Attention:
         side = self.model.encoder if stack == "encoder." else self.model.decoder
@@ -407,7 +401,7 @@ class NativeProgram:
             case kinds.Embed():
                 return self.embedding(at)
             case kinds.AddRows():
-                table, D = self.source.added(self.prefix), self.width(op.reads[0])
+                table, D = self.source.added(op), self.width(op.reads[0])
                 self.add(ADD_POSITION, X, X, (D, D), weight=self.floats(table))
                 self.put(op, X)
             case kinds.Bias():

@@ -33,15 +33,14 @@ from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear, PackedWeight
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import (
-    AddedPosition,
     ALiBiPosition,
-    LearnedPosition,
     RotaryPosition,
-    SinusoidalPosition,
+    added_rows,
     heads_key,
 )
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
+from glassformer.spec.program import Op
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -133,17 +132,11 @@ class ModelSource:
         key = heads_key(attention.n_heads, attention.head_width(self.model.spec.d_model))
         return _table(parts.alibi[key])
 
-    def added(self, stack: str) -> Array | None:
+    def added(self, op: Op) -> Array | None:
         """Return the table of sinusoids, the learned rows, or those that a user's part computes."""
-        match self._parts(stack).position:
-            case SinusoidalPosition() as part:
-                return numpy_view(part.table)
-            case LearnedPosition() as part:
-                return numpy_view(part.weight[part.offset :])
-            case AddedPosition() as part:
-                return numpy_view(part.table(self.model.spec.max_seq_len, torch.float32))
-            case None:
-                return None
+        part = self._parts(op.part.removesuffix("position")).position
+        rows = added_rows(part, self.model.spec.max_seq_len, torch.float32)
+        return None if rows is None else numpy_view(rows)
 
     def _parts(self, stack: str) -> StackParts:
         if isinstance(self.model, EncoderDecoder):

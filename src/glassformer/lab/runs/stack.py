@@ -26,7 +26,7 @@ from glassformer.spec.errors import DivergedError, InputError
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import cache_folder
 from glassformer.training.fit import StepRecord
-from glassformer.training.stacked import StackedEngine, fit_stack, stack_key, why_not_stacked
+from glassformer.training.stacked import StackedEngine, fit_stack, lacking, stack_key
 
 #: Threads that write checkpoints while a GPU goes on training.
 WRITERS = 8
@@ -44,7 +44,7 @@ def stack_groups(specs: Sequence[RunSpec]) -> list[list[int]]:
     """Return the indices of runs that can train as one; a run that cannot is a group of its own."""
     groups: dict[object, list[int]] = {}
     for index, spec in enumerate(specs):
-        key = stack_key(spec) if why_not_stacked(spec) is None else index
+        key = stack_key(spec) if not lacking(spec) else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

@@ -10,7 +10,6 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import assert_never
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from glassformer.lens.show.element import Element, el, picture
 from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.options import options_of
-from glassformer.spec.sweep import Choices, Range, SweepSpec, Values
+from glassformer.spec.sweep import SweepSpec
 
 #: Cells that the terminal lists, and that a picture shows.
 LISTED, DRAWN, CURVES = 40, 60, 8
@@ -169,8 +168,8 @@ def _effects(ranking: Ranking) -> Iterator[str]:
 
 def commands(sweep: SweepSpec, folder: str) -> dict[str, str]:
     """Return the sweep as a command and as Python."""
-    vary = {factor.path: _typed(factor.values) for factor in sweep.factors}
-    design = {factor.path: _typed(factor.values) for factor in sweep.designs}
+    vary = {factor.path: factor.values.typed() for factor in sweep.factors}
+    design = {factor.path: factor.values.typed() for factor in sweep.designs}
     own = {o.name: getattr(sweep, o.name) for o in options_of(SweepSpec)}
     given = {o.name: own[o.name] for o in options_of(SweepSpec) if own[o.name] != o.default}
     words = ["glass sweep", sweep.what, *(f"{path}={v}" for path, v in vary.items()), *sweep.fixed]
@@ -199,19 +198,6 @@ def commands(sweep: SweepSpec, folder: str) -> dict[str, str]:
 
 
 _PLAIN = re.compile(r"glass sweep|[\w@%+=:,./-]+")
-
-
-def _typed(values: Values) -> str:
-    """Return values as they are typed behind `=`."""
-    match values:
-        case Choices():
-            return ",".join(values.values)
-        case Range():
-            whole = f"{values.low:g}..{values.high:g}"
-            step = f"/{values.step}" if values.step > 1 else ""
-            return f"{'log:' if values.log else ''}{whole}{step}"
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 # --- CSV ------------------------------------------------------------------------------------------

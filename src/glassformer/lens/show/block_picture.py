@@ -7,7 +7,6 @@ from typing import assert_never, get_args
 
 from glassformer.lens.show.element import Element, down_tip, path, rect, short, text
 from glassformer.lens.show.outline import (
-    ACTIVATIONS,
     Attending,
     Dense,
     Kind,
@@ -15,12 +14,10 @@ from glassformer.lens.show.outline import (
     Part,
     dense_words,
     format_count,
-    gate_name,
     norm_name,
 )
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ALiBi, RelativeBias
-from glassformer.spec.program import Activate, Attend, Gate, Norm
+from glassformer.spec.program import Attend, Norm
 
 #: Colours of the explorer, light and dark: the same hue means the same kind of part everywhere.
 _COLOURS = {
@@ -36,9 +33,6 @@ _COLOURS = {
     "ffn": ("#0f7a4d", "#6fd6a3"),
     "head": ("#b4490f", "#ffa366"),
 }
-
-#: The formula of an activation, where it is short.
-FORMULAS = {"relu": ": max(0, x)", "silu": ": x sigmoid(x)", "relu2": ": max(0, x)²"}
 
 
 def _style() -> str:
@@ -142,15 +136,8 @@ def _score_words(inside: Attending) -> list[tuple[str, str]]:
     scores = f"Q · K / √{H}" if op.scale == H**-0.5 else f"{op.scale:g} Q · K"
     if op.softcap is not None:
         scores = f"{op.softcap:g} tanh({scores} / {op.softcap:g})"
-    match inside.bias:
-        case ALiBi():
-            scores += " - slope · distance"
-        case RelativeBias():
-            scores += " + bias by distance"
-        case None:
-            pass
-        case _ as unreachable:
-            assert_never(unreachable)
+    if inside.bias is not None:
+        scores += f" {inside.bias.term}"
     if inside.crossing:
         sees = "every position sees the whole source"
     elif op.before is not None:
@@ -191,16 +178,8 @@ def _funnel(inside: Dense, y: float) -> tuple[list[Element], float]:
     D, F = inside.d_model, inside.d_ff
     unit = INSIDE / max(D, F)
     narrow, wide, middle = max(36.0, D * unit), max(36.0, F * unit), INSIDE / 2
-    match inside.act:
-        case Activate(function=function):
-            up, act = f"up: {D} → {F:,}", ACTIVATIONS[function] + FORMULAS.get(function, "")
-        case Gate(function=function, limit=limit):
-            gated = "silu" if function == "silu" else "gelu"
-            act = f"{gate_name(inside.act)}: {gated}(gate) × up"
-            act += "" if limit is None else f", within ±{limit:g}"
-            up = f"gate and up: {D} → {F:,} each"
-        case _ as unreachable:
-            assert_never(unreachable)
+    words = inside.words()
+    up = f"up: {D} → {F:,}" if words.matrices == 1 else f"gate and up: {D} → {F:,} each"
 
     def bar(width: float, at: float) -> Element:
         return rect(middle - width / 2, at, width, 10, "solid", round_=3)
@@ -216,7 +195,7 @@ def _funnel(inside: Dense, y: float) -> tuple[list[Element], float]:
         return text(middle, at, words, kind=kind, anchor="middle")
 
     drawn = [bar(narrow, y), matrix(narrow, wide, y + 12), label(up, y + 33, "name")]
-    drawn += [bar(wide, y + 48), label(act, y + 76)]
+    drawn += [bar(wide, y + 48), label(words.formula, y + 76)]
     drawn += [bar(wide, y + 86), matrix(wide, narrow, y + 98)]
     drawn += [label(f"down: {F:,} → {D}", y + 119, "name"), bar(narrow, y + 134)]
     return drawn, y + 146

@@ -6,7 +6,7 @@ the manifest's: those whose names begin with the part's key.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 from glassformer.spec.manifest import (
     Parameter,
@@ -64,6 +64,29 @@ class Dense:
     d_model: int
     d_ff: int
     act: Activate | Gate
+
+    def words(self) -> "ActWords":
+        """Say how many matrices lead to d_ff, and what is between them and the last."""
+        match self.act:
+            case Activate(function=function):
+                name = ACTIVATIONS[function]
+                return ActWords(1, function, name, name + FORMULAS.get(function, ""))
+            case Gate(function=function, limit=limit):
+                name, gate = ("SwiGLU", "silu") if function == "silu" else ("GeGLU", "gelu")
+                clamped = "" if limit is None else f" clamped at {limit:g}"
+                within = "" if limit is None else f", within ±{limit:g}"
+                return ActWords(2, name, name + clamped, f"{name}: {gate}(gate) × up{within}")
+            case _ as unreachable:
+                assert_never(unreachable)
+
+
+class ActWords(NamedTuple):
+    """An activation in words: the matrices before it, a short name, a longer one, a formula."""
+
+    matrices: int
+    short: str
+    name: str
+    formula: str
 
 
 @dataclass(frozen=True)
@@ -440,6 +463,8 @@ ACTIVATIONS = {
     "relu2": "ReLU²",
     "tanh": "tanh",
 }
+#: The formula of an activation, where it is short.
+FORMULAS = {"relu": ": max(0, x)", "silu": ": x sigmoid(x)", "relu2": ": max(0, x)²"}
 
 
 def _inside_words(inside: Dense | Mixture) -> tuple[str, str]:
@@ -456,20 +481,9 @@ def _inside_words(inside: Dense | Mixture) -> tuple[str, str]:
 
 def dense_words(inside: Dense) -> str:
     """Return the widths of a feed-forward and its activation."""
-    match inside.act:
-        case Activate(function=function):
-            up, name = f"{inside.d_ff:,}", ACTIVATIONS[function]
-        case Gate(limit=limit):
-            up, name = f"2 × {inside.d_ff:,}", gate_name(inside.act)
-            name += "" if limit is None else f" clamped at {limit:g}"
-        case _ as unreachable:
-            assert_never(unreachable)
-    return f"{inside.d_model} → {up} → {inside.d_model}, {name}"
-
-
-def gate_name(gate: Gate) -> str:
-    """SwiGLU or GeGLU."""
-    return "SwiGLU" if gate.function == "silu" else "GeGLU"
+    words = inside.words()
+    up = f"{inside.d_ff:,}" if words.matrices == 1 else f"{words.matrices} × {inside.d_ff:,}"
+    return f"{inside.d_model} → {up} → {inside.d_model}, {words.name}"
 
 
 def norm_name(norm: Norm) -> str:
@@ -517,7 +531,7 @@ def model_lines(model: ModelSpec) -> list[str]:
         f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
         f"{counted(op.heads, 'head')}{shared}",
         f"parts: {_feed_words(feed)}, {norm} {PLACEMENTS[_placement(layer)]}, "
-        f"{_positions(program(model))}; vocabulary {model.vocab_size:,}, "
+        f"{model.positions()[0].summary}; vocabulary {model.vocab_size:,}, "
         f"up to {model.max_seq_len:,} tokens",
     ]
 
@@ -543,34 +557,7 @@ def _placement(layer: Layer) -> tuple[frozenset[str], bool]:
 
 
 def _feed_words(feed: Dense | Mixture) -> str:
-    match feed:
-        case Dense(d_ff=d_ff, act=Activate(function=function)):
-            return f"feed-forward {d_ff} ({function})"
-        case Dense(d_ff=d_ff, act=Gate() as gate):
-            return f"feed-forward {d_ff} ({gate_name(gate)})"
-        case Mixture(route=route):
-            chosen = f"{route.chosen} of {counted(feed.n_experts, 'expert')}"
-            return f"{chosen}, each {_feed_words(feed.expert)}"
-        case _:
-            raise AssertionError(feed)
-
-
-def _positions(made: Program) -> str:
-    """Say how the model knows positions: by what is added, turned, or put on the scores."""
-    for op in made.ops:
-        match op.kind:
-            case Rotate():
-                return "rotary positions"
-            case AddRows(by="position", table=None):
-                return "learned positions"
-            case AddRows(table=Sinusoidal()):
-                return "sinusoidal positions"
-            case AddRows(table=OwnPosition(source=source)):
-                return f"positions of your own ({source})"
-            case Bias(form=ALiBi()):
-                return "linear biases for positions (ALiBi)"
-            case Bias():
-                return "learned biases by distance (T5)"
-            case _:
-                pass
-    return "no positions"
+    if isinstance(feed, Dense):
+        return f"feed-forward {feed.d_ff} ({feed.words().short})"
+    chosen = f"{feed.route.chosen} of {counted(feed.n_experts, 'expert')}"
+    return f"{chosen}, each {_feed_words(feed.expert)}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from glassformer.quant.backends.routines import Aten, Native, float_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
+from glassformer.spec.program import Runs, lacks
 from glassformer.spec.schemes import Scheme, check_scheme
 
 # M rows, N looked-up rows, O outputs, I inputs
@@ -50,13 +51,15 @@ class Backend(Protocol):
         """The name that `backend=` takes."""
 
     @property
-    def schemes(self) -> tuple[type[Scheme], ...]:
-        """The schemes it has a routine for."""
+    def device(self) -> str:
+        """The type of device that it runs on."""
 
-    def why_not(
-        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
-    ) -> str:
-        """Return the reason why it cannot serve such a matrix; empty if it can."""
+    @property
+    def runs(self) -> Runs:
+        """The schemes that it has routines for, with the options that they take."""
+
+    def lacks(self, scheme: Scheme, shape: tuple[int, int]) -> str:
+        """Return what else it lacks for a matrix of this shape; empty if nothing."""
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> Form:
         """Return the form that replaces the stored one; for `lookup` a `LookupForm`.
@@ -91,9 +94,9 @@ def choose(
 ) -> str:
     """Return the name of the first backend that can run this matrix; the reference if none can."""
     for name in BACKENDS:
-        if not why_not(name, scheme, shape, device, lookup=lookup):
+        if not lacking(name, scheme, shape, device, lookup=lookup):
             return name
-    if device.type == "cpu" and any(type(scheme) in b.schemes for b in BACKENDS.values()):
+    if device.type == "cpu" and any(type(scheme) in b.runs for b in BACKENDS.values()):
         _warn_once(type(scheme))  # type: ignore[arg-type]  # mypy reads its instances' __hash__
     return REFERENCE
 
@@ -110,7 +113,7 @@ def check_backend(
     if name not in (*NAMES, "auto"):
         raise InputError(f"no backend '{name}'", hint=nearest(name, (*NAMES, "auto")))
     if name not in (*EVERYWHERE, "auto"):
-        reason = why_not(name, scheme, shape, device, lookup=lookup)
+        reason = lacking(name, scheme, shape, device, lookup=lookup)
         if reason:
             raise MachineError(
                 f"the backend '{name}' cannot run {scheme.describe()} here: {reason}",
@@ -118,7 +121,7 @@ def check_backend(
             )
 
 
-def why_not(
+def lacking(
     name: str,
     scheme: Scheme,
     shape: tuple[int, int],
@@ -126,12 +129,13 @@ def why_not(
     *,
     lookup: bool = False,
 ) -> str:
-    """Return the reason why a backend cannot run this matrix here; empty if it can."""
+    """Return what a backend lacks to run this matrix here; empty if nothing."""
     backend = BACKENDS[name]
-    if not isinstance(check_scheme(scheme), backend.schemes):
-        return f"has {' and '.join(each.name for each in backend.schemes)} only"
-    reason = backend.why_not(scheme, shape, device, lookup=lookup)
-    return reason or _probed(name, scheme, device.type, lookup)
+    for lack in lacks(check_scheme(scheme), backend.runs):
+        return f"it has no {lack}"
+    if device.type != backend.device:
+        return f"it runs on {backend.device.upper()} only"
+    return backend.lacks(scheme, shape) or _probed(name, scheme, device.type, lookup)
 
 
 @functools.cache
@@ -187,7 +191,7 @@ def _warn_once(kind: type[Scheme]) -> None:
     scheme = kind().resolve(PROBED[1])
     cpu = torch.device("cpu")
     reasons = "; ".join(
-        f"{name}: {why_not(name, scheme, PROBED, cpu, lookup=True) or 'not for this layer'}"
+        f"{name}: {lacking(name, scheme, PROBED, cpu, lookup=True) or 'not for this layer'}"
         for name in BACKENDS
     )
     warnings.warn(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glassformer.kernels import int_matmul, integer
+from glassformer.kernels import c_library, int_matmul, integer
 from glassformer.quant.schemes import (
     IntegerCodec,
     QuantizedTensor,
@@ -200,18 +200,13 @@ class Aten:
     """Torch's weight-only ops on a GPU."""
 
     name = "aten"
-    schemes = (Int8, Int4)
+    device = "cuda"
+    runs = integer.RUNS
 
-    def why_not(
-        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
-    ) -> str:
-        """Return the reason why it cannot serve such a matrix; empty if it can."""
-        if device.type != "cuda":
-            return "runs on CUDA only"
+    def lacks(self, scheme: Scheme, shape: tuple[int, int]) -> str:
+        """Return what it lacks for a matrix of this shape; empty if nothing."""
         outputs, inputs = shape
-        if isinstance(scheme, Int8):
-            return "" if scheme.symmetric else "has symmetric levels only, for 8 bits"
-        if outputs % 8 or inputs % 32:
+        if scheme.bits == 4 and (outputs % 8 or inputs % 32):
             return f"packs 8 outputs by 32 inputs, and there are {outputs} by {inputs}"
         return ""
 
@@ -219,13 +214,7 @@ class Aten:
         self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False
     ) -> AtenInt4 | AtenInt8:
         """Return the run-time form."""
-        match tensor.scheme:
-            case Int4():
-                return AtenInt4(tensor, lookup=lookup)
-            case Int8():
-                return AtenInt8(tensor)
-            case other:
-                raise TypeError(f"{type(other).__name__} has no op in torch")
+        return AtenInt4(tensor, lookup=lookup) if tensor.scheme.bits == 4 else AtenInt8(tensor)
 
     def bound(self, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the error bound (M, O) against the reference.
@@ -281,15 +270,12 @@ class Native:
     """Our C routines on the CPU."""
 
     name = "c"
-    schemes = integer.SCHEMES
+    device = "cpu"
+    runs = integer.RUNS
 
-    def why_not(
-        self, scheme: Scheme, shape: tuple[int, int], device: torch.device, *, lookup: bool
-    ) -> str:
-        """Return the reason why it cannot serve such a matrix; empty if it can."""
-        if device.type != "cpu":
-            return "runs on the CPU only"
-        return integer.lacks(scheme)
+    def lacks(self, scheme: Scheme, shape: tuple[int, int]) -> str:
+        """Return why the C library is not here; empty if it is."""
+        return c_library.unavailable()
 
     def pack(self, tensor: QuantizedTensor, *, lookup: bool, head: bool = False) -> NativeForm:
         """Return the run-time form; a head's activations are rounded twice."""
