@@ -9,7 +9,8 @@ from glassformer.byhand.model import Model
 from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.table import Operation, Table
 from glassformer.spec.errors import InputError
-from glassformer.spec.program import ANY, KINDS, Attend, Norm, program
+from glassformer.spec.lacking import ANY
+from glassformer.spec.program import KINDS, Attend, Norm, program
 from tests.byhand.witness import OSS, PRESETS, T5, case_for
 
 

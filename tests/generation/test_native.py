@@ -27,7 +27,7 @@ from glassformer.spec import presets
 from glassformer.spec import program as kinds
 from glassformer.spec.decoding import BeamSpec, DecodeSpec
 from glassformer.spec.errors import DivergedError, InputError
-from glassformer.spec.program import ANY
+from glassformer.spec.lacking import ANY
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Int4, Int8
 from tests.generation import checks

@@ -17,6 +17,7 @@ from glassformer.adapters.load import adapt
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, build
 from glassformer.nn.taps import Taps
+from glassformer.spec.lacking import ANY, Runs
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import (
     MLP,
@@ -34,7 +35,6 @@ from glassformer.spec.model import (
 )
 from glassformer.spec.presets import PRESETS, preset
 from glassformer.spec.program import (
-    ANY,
     KINDS,
     Add,
     Attend,
@@ -45,7 +45,6 @@ from glassformer.spec.program import (
     Norm,
     Program,
     Rotate,
-    Runs,
     block_runs,
     listing,
     missing,

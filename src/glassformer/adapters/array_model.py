@@ -35,9 +35,9 @@ from glassformer.kernels.packed import PackedMatrix
 from glassformer.models.stepping import Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import FileError
+from glassformer.spec.lacking import lacks
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnPosition
-from glassformer.spec.program import lacks
 from glassformer.spec.quantization import layer_of, logit_layers, targets
 from glassformer.store.checkpoint import (
     WEIGHTS,

@@ -18,7 +18,7 @@ from glassformer.byhand.table import AdamRule, Operation, Run, Step, Table
 from glassformer.byhand.updates import adam_update
 from glassformer.kernels import training as c
 from glassformer.spec import program as kinds
-from glassformer.spec.program import ANY, Runs
+from glassformer.spec.lacking import ANY, Runs
 
 # B batch, T query length, S key length, M rows (B x T), W width, N heads, H d_head, P parameters
 

@@ -17,7 +17,8 @@ import numpy as np
 from glassformer.byhand.inputs import Side, allow_of, positions_of
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.spec.errors import InputError
-from glassformer.spec.program import Op, Program, Runs, lacks
+from glassformer.spec.lacking import Runs, lacks
+from glassformer.spec.program import Op, Program
 
 # B batch, T query length, S key length, M rows (B x T), W width, K key-value heads, H d_head
 

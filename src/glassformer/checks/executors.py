@@ -11,8 +11,9 @@ from typing import Literal
 from glassformer.byhand import operations as byhand
 from glassformer.byhand.c_table import C
 from glassformer.generation.native.lowering import unknown_part
+from glassformer.spec.lacking import Runs
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.program import Runs, missing, program
+from glassformer.spec.program import missing, program
 from glassformer.training import stacked
 
 #: What is claimed of an executor: its numbers, its gradients and update, several rows at once, and

@@ -36,10 +36,12 @@ from glassformer.nn.ffn import MLP, SwiGLU
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.nn.position import RotaryPosition, added_rows, heads_key
+from glassformer.spec import lacking
 from glassformer.spec import model as spec
 from glassformer.spec import program as kinds
 from glassformer.spec.errors import InputError
-from glassformer.spec.program import ANY, Runs, every_field, everything_but, missing
+from glassformer.spec.lacking import ANY, Runs, every_field
+from glassformer.spec.program import everything_but, missing
 
 # B batch, S positions, D d_model, N query heads, K key-value heads, G = N / K, H d_head,
 # X = N + 2 K heads of one product
@@ -109,10 +111,10 @@ def lacks(model: spec.ModelSpec) -> str:
     """
     made = kinds.program(model).for_head("next")
     ops = tuple(op for op in made.ops if not op.part.startswith("encoder."))
-    for lack in (*missing(replace(made, ops=ops), RUNS), *kinds.lacks(model.decoder, BLOCKS)):
+    for lack in (*missing(replace(made, ops=ops), RUNS), *lacking.lacks(model.decoder, BLOCKS)):
         return lack
     for layer, block in enumerate(model.decoder.blocks()):
-        for lack in kinds.lacks(_with_default_scale(block, model.d_model), BLOCKS):
+        for lack in lacking.lacks(_with_default_scale(block, model.d_model), BLOCKS):
             return f"{lack} (blocks.{layer})"
     return ""
 

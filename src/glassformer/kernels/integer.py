@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from glassformer.kernels.large_pages import empty
 from glassformer.spec.errors import InputError
-from glassformer.spec.program import ANY, Runs, lacks
+from glassformer.spec.lacking import ANY, Runs, lacks
 from glassformer.spec.schemes import Int4, Int8, Scheme
 
 # I inputs, O outputs, G groups, N looked-up rows, T tiles, L = 16 outputs of a tile, W words of a

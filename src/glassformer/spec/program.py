@@ -13,9 +13,9 @@ prompt and a decoding step need no program of their own.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, assert_never, get_args
+from typing import Literal, assert_never, get_args
 
 from glassformer.spec.block import (
     MLP,
@@ -40,6 +40,7 @@ from glassformer.spec.block import (
     VectorHead,
 )
 from glassformer.spec.checks import check_tree, spec
+from glassformer.spec.lacking import Runs, every_field, lacks, shortened
 from glassformer.spec.manifest import is_tied
 from glassformer.spec.model import ModelSpec, rotary_of
 from glassformer.spec.own import OwnPosition
@@ -808,21 +809,6 @@ class _Writer:
 # --- what an executor lacks -----------------------------------------------------------------------
 
 
-class _Any:
-    """Every value of a field."""
-
-    def __repr__(self) -> str:
-        return "ANY"
-
-
-ANY = _Any()
-
-#: What an executor runs: kinds (and types of specs inside their fields) with, for each field, the
-#: values that it takes, or `ANY`. A field that is not named must have its default; a field without
-#: one is a size, and every executor of its kind takes it.
-Runs = Mapping[type, Mapping[str, "Collection[Any] | _Any"]]
-
-
 def missing(made: Program, runs: Runs) -> tuple[str, ...]:
     """Return what an executor that runs `runs` lacks here, each once, with its first place."""
     found: dict[str, str] = {}
@@ -832,26 +818,6 @@ def missing(made: Program, runs: Runs) -> tuple[str, ...]:
     return tuple(f"{lack} ({part})" for lack, part in found.items())
 
 
-def lacks(value: Any, runs: Runs) -> Iterator[str]:
-    """Yield what is not declared of a kind, or of a spec inside one."""
-    cls = type(value)
-    if cls not in runs:
-        yield cls.__name__
-        return
-    taken = runs[cls]
-    for one in fields(cls):
-        held = getattr(value, one.name)
-        if one.name not in taken:
-            default = one.default
-            if default is not dataclasses.MISSING and held != default:
-                yield f"{cls.__name__} {one.name}={_short(held)}"
-        elif isinstance(allowed := taken[one.name], _Any):
-            if dataclasses.is_dataclass(held):
-                yield from lacks(held, runs)
-        elif held not in allowed:
-            yield f"{cls.__name__} {one.name}={_short(held)}"
-
-
 #: The names of all kinds, in the order in which they are listed.
 KINDS: tuple[type, ...] = get_args(Kind)
 #: Specs that a kind's field may hold.
@@ -859,11 +825,6 @@ _INSIDE = (
     *(Sinusoidal, OwnPosition, ALiBi, RelativeBias),
     *(LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling),
 )
-
-
-def every_field(cls: type, **only: Collection[Any]) -> Mapping[str, Collection[Any] | _Any]:
-    """Return the fields of a kind or spec with every value, but for those that are given."""
-    return {each.name: only.get(each.name, ANY) for each in fields(cls)}
 
 
 def everything_but(*lacking: type) -> Runs:
@@ -947,7 +908,7 @@ def _settings(op: Op, own: str) -> Iterator[str]:
         if told or (held == one.default and one.name not in ("form", "function")):
             continue
         plain = one.name in ("form", "function") and isinstance(held, str)
-        yield held if plain else f"{one.name}={_short(held)}"
+        yield held if plain else f"{one.name}={shortened(held)}"
 
 
 def _reach(kind: Attend) -> str:
@@ -955,12 +916,6 @@ def _reach(kind: Attend) -> str:
     order = "causal" if kind.after == 0 else ""
     window = "" if kind.before is None else f"window={kind.before + 1}"
     return " ".join(filter(None, (order, window))) or "all"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else repr(value)
 
 
 def _repeated(made: Program) -> dict[int, str]:

@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, size, spec
 from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
 from glassformer.spec.init import Constant, Uniform
+from glassformer.spec.lacking import Runs, every_field, lacks
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.options import check_options, option
 from glassformer.spec.own import OwnOptimizer
-from glassformer.spec.program import Runs, every_field, lacks
 from glassformer.spec.serialize import check_scalar
 from glassformer.spec.tasks import FinetuneTask, Task
 

@@ -27,18 +27,11 @@ from glassformer.models.weights import tensor_of
 from glassformer.nn.norm import as_float
 from glassformer.nn.position import make_tables
 from glassformer.spec.errors import InputError
+from glassformer.spec.lacking import ANY, Runs, lacks
 from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
 from glassformer.spec.own import OwnPosition
-from glassformer.spec.program import (
-    ANY,
-    Route,
-    Runs,
-    everything_but,
-    lacks,
-    missing,
-    program,
-)
+from glassformer.spec.program import Route, everything_but, missing, program
 from glassformer.spec.train import AdamW, RunSpec, training_without
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (

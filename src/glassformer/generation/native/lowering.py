@@ -20,11 +20,12 @@ from glassformer.spec import model as spec
 from glassformer.spec import program as kinds
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.execution import KV_GROUP
+from glassformer.spec.lacking import ANY, Runs
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import rotary_of
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.position import alibi_slopes
-from glassformer.spec.program import ANY, Runs, missing
+from glassformer.spec.program import missing
 from glassformer.store.tensors import BFLOAT16, widened
 
 # N query heads, K key-value heads, H d_head, F d_ff, D d_model, O outputs, I inputs

@@ -16,7 +16,7 @@ from torch import Tensor
 from glassformer.quant.backends.routines import Aten, Native, float_product
 from glassformer.quant.schemes import QuantizedTensor, dequantize, quantize_tensor
 from glassformer.spec.errors import InputError, MachineError, nearest
-from glassformer.spec.program import Runs, lacks
+from glassformer.spec.lacking import Runs, lacks
 from glassformer.spec.schemes import Scheme, check_scheme
 
 # M rows, N looked-up rows, O outputs, I inputs
