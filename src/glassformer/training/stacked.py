@@ -32,7 +32,7 @@ from glassformer.spec.manifest import stored
 from glassformer.spec.model import Dropout, ModelSpec
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.program import Route, everything_but, missing, program
-from glassformer.spec.train import AdamW, RunSpec, training_without
+from glassformer.spec.train import SGD, AdamW, RunSpec, training_by
 from glassformer.store.tensors import explain_difference
 from glassformer.training.engine import (
     GPU_LOGITS,
@@ -66,7 +66,7 @@ RUNS = everything_but(OwnPosition, Route)
 #: What it takes of a run besides its model: no base to start from, and activations that are kept.
 TRAINS: Runs = {
     RunSpec: {"engine": ("auto", "torch"), "train": ANY, "tuning": ANY},
-    **training_without("gradient_checkpointing"),
+    **training_by(SGD, AdamW),
 }
 
 
