@@ -12,8 +12,8 @@ from glassformer.lab.measure.evaluate import (
     order,
     shares,
 )
-from glassformer.lab.plots.figures import confusion_figure
-from glassformer.lens.show.chart_figure import figure_bytes
+from glassformer.lab.plots.figures import confusion_chart
+from glassformer.lens.show.chart_figure import chart_figure, figure_bytes
 from glassformer.spec.errors import InputError
 
 TABLE = {"SUM": {"SUM": 1, "none": 2, "MAX": 1}, "MAX": {"MAX": 5}}
@@ -55,7 +55,9 @@ def test_csv_and_rows_hold_the_same_counts():
 
 
 def test_the_figure_prints_each_cell():
-    figure = confusion_figure({"operation": TABLE, "answer": DIGITS}, title="a run, test")
+    figure = chart_figure(
+        confusion_chart({"operation": TABLE, "answer": DIGITS}, title="a run, test")
+    )
     left, right = figure.axes
     assert [t.get_text() for t in left.texts] == [
         "100.0",
@@ -69,10 +71,10 @@ def test_the_figure_prints_each_cell():
     ]
     assert len(right.texts) == 10 * 11
     assert figure_bytes(figure, "png") == figure_bytes(
-        confusion_figure({"operation": TABLE, "answer": DIGITS}, title="a run, test"), "png"
+        confusion_chart({"operation": TABLE, "answer": DIGITS}, title="a run, test"), "png"
     )
     with pytest.raises(InputError, match="nothing can be confused"):
-        confusion_figure({}, title="fsm")
+        confusion_chart({}, title="fsm")
 
 
 def test_labels_that_only_look_like_numbers_are_words():

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from glassformer.lab.plots.curves import alerts_text, curve_figure, panels, smoothing_text
+from glassformer.lab.plots.curves import alerts_text, curve_chart, panels, smoothing_text
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lens.show.chart import GAP, apart
-from glassformer.lens.show.chart_figure import figure_bytes
+from glassformer.lens.show.chart_figure import chart_figure, figure_bytes
 from glassformer.spec.errors import InputError
 
 
@@ -31,14 +31,14 @@ def made(folder, *, seed=0, steps=200):
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_the_same_curves_give_the_same_bytes(tmp_path, kind):
     curves = made(tmp_path / "a")
-    first = figure_bytes(curve_figure([curves]), kind)
-    assert first == figure_bytes(curve_figure([curves]), kind)
+    first = figure_bytes(curve_chart([curves]), kind)
+    assert first == figure_bytes(curve_chart([curves]), kind)
     assert first.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
 
 
 def test_a_panel_shows_raw_and_smooth_alerts_and_names(tmp_path):
     curves = made(tmp_path / "a")
-    figure = curve_figure([curves])
+    figure = chart_figure(curve_chart([curves]))
     loss, accuracy = figure.axes
     raw, smooth, *rest = loss.get_lines()
     assert raw.get_alpha() < 0.5
@@ -55,7 +55,7 @@ def test_a_panel_shows_raw_and_smooth_alerts_and_names(tmp_path):
 
 def test_runs_differ_by_dash_and_name_as_well_as_colour(tmp_path):
     curves = [made(tmp_path / name, seed=seed) for seed, name in enumerate(("a$x$", "b_1", "c"))]
-    figure = curve_figure(curves, axis="tokens")
+    figure = chart_figure(curve_chart(curves, axis="tokens"))
     for axes in figure.axes:
         assert {text.get_text() for text in axes.texts} == {"a$x$", "b_1", "c"}
     bold = [line for line in figure.axes[0].get_lines() if line.get_linewidth() > 1.5]
@@ -83,7 +83,7 @@ def test_what_is_drawn_is_decided_once(tmp_path):
     with pytest.raises(InputError, match="no curve 'accuracy'"):
         panels([one], names=["accuracy"])
     with pytest.raises(InputError, match="cannot be written"):
-        figure_bytes(curve_figure([one]), "gif")
+        figure_bytes(curve_chart([one]), "gif")
 
 
 @pytest.mark.parametrize(("points", "smoothed"), [(99, False), (100, True)])

@@ -16,7 +16,7 @@ from glassformer.checks.report import Report, verify
 from glassformer.costs.parameter_table import parameter_table
 from glassformer.lab.api import opened, train
 from glassformer.lab.measure.evaluate import evaluate
-from glassformer.lab.plots.curves import curve_figure, panels
+from glassformer.lab.plots.curves import curve_chart, panels
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.lens.measure.roles import head_roles
@@ -259,7 +259,7 @@ def test_extreme_curves_are_drawn(runs, tmp_path, points):
     for scale in (True, False):
         (chart, *_) = panels([read_curves(run)], log=scale)
         made += chart_svg(chart).svg()
-        figure_bytes(curve_figure([read_curves(run)], log=scale), "png")
+        figure_bytes(curve_chart([read_curves(run)], log=scale), "png")
     assert "curve of loss" in made and "nan" not in made
 
 

@@ -159,24 +159,6 @@ def test_a_band_covers_the_steps_that_all_have(runs: Path) -> None:
     assert len(made["x"]) == 4
 
 
-def test_metrics_from_a_byte_on(client: Client, runs: Path) -> None:
-    whole = client.get("/api/runs/quick/metrics")
-    data = (runs / "quick" / "metrics.jsonl").read_bytes()
-    assert whole["next"] == len(data)
-    half = data.index(b"\n", len(data) // 2) + 1
-    rest = client.get(f"/api/runs/quick/metrics?from={half}&series=loss")
-    assert (
-        rest["series"]["loss"]["step"]
-        == whole["series"]["loss"]["step"][-len(rest["series"]["loss"]["step"]) :]
-    )
-    assert not rest["restarted"]
-    assert client.get(f"/api/runs/quick/metrics?from={half + 3}")["restarted"]
-    assert client.get(f"/api/runs/quick/metrics?from={len(data) * 2}")["restarted"]
-    assert (
-        len(client.get("/api/runs/quick/metrics?max=4&series=loss")["series"]["loss"]["step"]) <= 4
-    )
-
-
 def test_alerts_and_numbers_that_are_not_finite(growing: Path, open_app: Opener) -> None:
     with (growing / "metrics.jsonl").open("a") as file:
         file.write(line(6, "nan") + line(7, "inf"))
@@ -188,7 +170,6 @@ def test_alerts_and_numbers_that_are_not_finite(growing: Path, open_app: Opener)
     drawn = answer.json["curves"][0]
     assert drawn["y"][-2:] == [None, None]
     assert drawn["alerts"] == [alert]
-    assert client.get("/api/runs/growing/alerts") == {"count": 1, "alerts": [alert]}
 
 
 def test_at_most_twenty_runs(client: Client) -> None:

@@ -41,8 +41,6 @@ TRAVERSALS = (
 )
 PLACES = (
     "/api/runs/{}",
-    "/api/runs/{}/metrics",
-    "/api/runs/{}/alerts",
     "/api/runs/{}/errors",
     "/api/curves?runs={}",
     "/api/settings?runs={}",
@@ -141,7 +139,7 @@ def test_hostile_names_are_refused_and_inert(client: Client, name: str) -> None:
         assert answer.json["error"]["what"]
         assert not any("\n" in value or "\r" in value for value in answer.headers.values())
     for option in ("from", "max", "series", "split", "step", "x", "smooth", "group", "seen"):
-        for place in ("/api/runs/digits-0/metrics", "/api/runs/digits-0/errors", "/api/curves"):
+        for place in ("/api/runs/digits-0/errors", "/api/curves"):
             answer = client.ask(f"{place}?{option}={written}")
             assert answer.status in (200, 400, 404, 413)
     for body in ({"run": name, "text": "a"}, {"run": "digits-0", "step": name, "text": "a"}):
@@ -179,8 +177,7 @@ def test_a_file_that_is_a_link_out_is_refused(
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(secret)
     client = open_app(tmp_path / "runs")
-    targets = ("/api/runs", "/api/runs/run", "/api/curves?runs=run", "/api/runs/run/alerts",
-               "/api/runs/run/metrics", "/api/settings?runs=run")  # fmt: skip
+    targets = ("/api/runs", "/api/runs/run", "/api/curves?runs=run", "/api/settings?runs=run")
     found = [client.ask(target) for target in targets]
     assert all(b"the secret" not in answer.body for answer in found)
     assert any(answer.status == 403 for answer in found) or "link" in found[0].body.decode()

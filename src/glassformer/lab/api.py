@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from glassformer.adapters.folder.paths import checkpoint_of
@@ -368,8 +367,6 @@ def result_of(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-#: Seconds between lines where there is no bar.
-QUIET_SECONDS = 10.0
 #: The step after which the first line tells how long it will take.
 EARLY = 10
 
@@ -380,7 +377,7 @@ class Narrator:
     def __init__(self, title: str, *, steps: int, start: int) -> None:
         self.steps, self.start = steps, start
         self.bar = Bar(title, total=steps, done=start)
-        self.began = self.told = time.perf_counter()
+        self.began = time.perf_counter()
         self.tokens = 0
         self.loss = self.val = float("nan")
         self.rate = 0.0
@@ -390,13 +387,8 @@ class Narrator:
         self.bar.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self.bar.__exit__(*raised)
         for sample in self.samples:
             self.bar.tell(f"--- {sample.opening.strip()!r} goes on:\n{visible(sample.text)}")
 
@@ -417,16 +409,14 @@ class Narrator:
                 pass
 
     def _tell(self, step: int, *, now: bool) -> None:
-        moment = time.perf_counter()
-        passed = max(1e-9, moment - self.began)
+        passed = max(1e-9, time.perf_counter() - self.began)
         left = passed / max(1, step - self.start) * (self.steps - step)
         speed = self.tokens / passed
         if self.bar.live:
             val = "" if self.val != self.val else f"  val {self.val:.4f}"
             facts = f"{step:,}/{self.steps:,}  loss {self.loss:.4f}{val}  {speed:,.0f} tokens/s"
             self.bar.show(step, f"{facts}  {clock(left)} left")
-        elif now or step == self.start + EARLY or moment - self.told >= QUIET_SECONDS:
-            self.told = moment
+        elif self.bar.is_due(now=now or step == self.start + EARLY):
             val = "" if self.val != self.val else f"val={self.val:.4f} "
             self.bar.tell(
                 f"step={step}/{self.steps} loss={self.loss:.4f} {val}"

@@ -5,7 +5,6 @@ import importlib
 import sys
 import time
 from html import escape
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -13,6 +12,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 #: Seconds between two redraws of a bar, and in a notebook.
 LIVE_SECONDS, CELL_SECONDS = 0.1, 0.5
+#: Seconds between two lines of text where there is no bar.
+QUIET_SECONDS = 10.0
 
 
 def in_notebook() -> bool:
@@ -39,7 +40,7 @@ class Bar:
         self.in_cell = in_notebook()
         terminal = not self.in_cell and sys.stderr.isatty()
         self.live = terminal or self.in_cell
-        self.drawn = 0.0
+        self.drawn, self.told = 0.0, time.perf_counter()
         self._cell: Any = None  # the display that a notebook lets us redraw
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -57,12 +58,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with contextlib.suppress(OSError):
             self._progress.stop()
         if self._cell is not None:
@@ -85,6 +81,14 @@ class Bar:
         else:
             with contextlib.suppress(OSError):  # the terminal was closed: the work goes on
                 self._progress.update(self._task, completed=done, facts=facts, refresh=True)
+
+    def is_due(self, *, now: bool = False) -> bool:
+        """Return True if a line of text is due: there is no bar, and none for some seconds."""
+        moment = time.perf_counter()
+        if self.live or not (now or moment - self.told >= QUIET_SECONDS):
+            return False
+        self.told = moment
+        return True
 
     def _draw_cell(self) -> None:
         """Draw the bar as one line of HTML, where the last one was."""

@@ -215,11 +215,11 @@ class Cost:
         return format_flops(self.value) if self.unit == "flops" else format_bytes(self.value)
 
 
-def design_costs(model: ModelSpec, *, batch: int, device: str = "cpu") -> tuple[Cost, ...]:
+def design_costs(model: ModelSpec, *, batch: int) -> tuple[Cost, ...]:
     """Return FLOPs, bytes of the weights, training memory and cache of a model."""
     length = model.max_seq_len
     work, forms = flops(model, length=length), weight_bytes(model)
-    memory = training_memory(model, batch=batch, length=length, device=device)
+    memory = training_memory(model, batch=batch, length=length, device="cpu")
     cache = cache_bytes(model, batch=1, length=1, itemsize=4)
     at_batch = f"batch {batch} x {length:,} in float32"
     return (

@@ -23,14 +23,11 @@ from glassformer.data.corpus.windows import cached_corpus
 from glassformer.data.task import Task
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.lab.bar import LIVE_SECONDS, Bar, clock, is_watched
+from glassformer.lab.bar import Bar, clock, is_watched
 from glassformer.spec.errors import FileError
 from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec, TextTask
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.units import format_bytes
-
-#: Seconds between two lines of progress where there is no bar.
-QUIET_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +180,7 @@ def _follow(
     with Bar(title, total=1) as bar:
         for note in notes:
             bar.tell(note)
-        began = told = time.perf_counter()
-        pause = LIVE_SECONDS if bar.live else QUIET_SECONDS
+        began = time.perf_counter()
         first: int | None = None
         for done in work:
             now = time.perf_counter()
@@ -194,8 +190,7 @@ def _follow(
             elif first is None:
                 first, began = done.done, now
                 bar.resize(done.total)
-            elif now - told >= pause:
-                told = now
+            elif bar.live or bar.is_due():
                 rate = (done.done - first) / (now - began)
                 left = (done.total - done.done) / rate if rate else 0.0
                 facts = (

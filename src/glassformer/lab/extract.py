@@ -10,7 +10,7 @@ never asked.
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,9 @@ from glassformer.data.task import Task
 from glassformer.data.tasks.fsm import BOS, EOS, FIRST, Fsm
 from glassformer.kernels.threads import taking, threads_of_decoding
 from glassformer.lab.api import engine_for, opened
-from glassformer.lab.plots.figures import Edge, dot_text, machine_svg
+from glassformer.lab.plots.figures import Edge, dot_text, machine_picture
 from glassformer.lab.runs.run import TrainingRun
+from glassformer.lens.show.element import Element
 from glassformer.spec.checks import at_least, one_of
 from glassformer.spec.errors import InputError
 from glassformer.spec.machines import MachineTable, machine_of
@@ -234,10 +235,14 @@ class Extraction:
             if target != NOWHERE
         ]
 
-    def svg(self) -> str:
+    def picture(self) -> Element:
         """Return a drawing of the machine."""
         ends = [float(chance) for chance in self.probabilities[:, -1]]
-        return machine_svg(self.machine, self.edges(), ends, label=self.sentences()[0])
+        return machine_picture(self.machine, self.edges(), ends, label=self.sentences()[0])
+
+    def svg(self) -> str:
+        """Return the drawing as SVG."""
+        return self.picture().svg()
 
     def dot(self) -> str:
         """Return the machine in Graphviz's language."""
@@ -266,18 +271,10 @@ class Extraction:
             "true_states": self.true.n_states,
             "difference": None if self.difference is None else list(self.difference),
             "probability_error": self.probability_error,
-            "fidelity": {
-                one.split: {
-                    "strings": one.strings,
-                    "agreed": one.agreed,
-                    "positions": one.positions,
-                    "positions_agreed": one.positions_agreed,
-                }
-                for one in self.fidelity
-            },
+            "fidelity": {one.split: _without(one, "split") for one in self.fidelity},
             "disagreement": None
             if found is None
-            else {"string": list(found.string), "model": found.model, "machine": found.machine},
+            else asdict(found) | {"string": list(found.string)},
             "explained_by": self.explained_by,
             "tried": [{"states": states, "fidelity": share} for states, share in self.tried],
             "searched": self.searched,
@@ -313,6 +310,11 @@ class Extraction:
         target = Path(path)
         target.write_bytes(self.encoded(target.suffix.lower().removeprefix(".")))
         return target
+
+
+def _without(node: Any, name: str) -> dict[str, Any]:
+    """Return the fields of a dataclass but for one."""
+    return {key: value for key, value in asdict(node).items() if key != name}
 
 
 def _string(words: Sequence[str]) -> str:
@@ -441,9 +443,9 @@ def _all_words(asked: _Asked, *, length: int) -> tuple[list[Word], int]:
     return words, length
 
 
-def _walks(asked: _Asked, *, length: int, seed: int) -> list[Word]:
+def _walks(asked: _Asked, *, length: int) -> list[Word]:
     """Sample strings from the model, as long as it goes on; return them with all beginnings."""
-    rng = stream(seed, "extract", "walks")
+    rng = stream(0, "extract", "walks")
     level: list[Word] = [()] * WALKS
     found: dict[Word, None] = {}
     for _ in range(length):
@@ -497,7 +499,6 @@ def extract_machine(
     most_states: int = MOST_STATES,
     threshold: float = THRESHOLD,
     length: int | None = None,
-    seed: int = 0,
 ) -> Extraction:
     """Return the machine that a model computes on strings of up to `length` symbols.
 
@@ -522,7 +523,7 @@ def extract_machine(
     length = min(asked.longest, task.spec.max_length if length is None else length)
     at_least("length", length, 1)
     short, all_up_to = _all_words(asked, length=length)
-    random = _walks(asked, length=length, seed=seed)
+    random = _walks(asked, length=length)
     words = sorted({*short, *random}, key=lambda word: (len(word), word))
     if by == "next":
         asked.cluster(words)

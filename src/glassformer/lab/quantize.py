@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from glassformer.adapters.folder.paths import folder_of
 from glassformer.adapters.load import AnyModel, adapt, load
@@ -99,46 +99,35 @@ class Timing:
         return self.quantized_ms < self.float_ms
 
 
-def time_layers(
-    model: Model,
-    spec: QuantSpec,
-    *,
-    rows: int = 1,
-    select: Select | None = None,
-    backend: str = "auto",
-) -> list[Timing]:
-    """Time every layer that would be quantized, float and quantized, for `rows` input rows.
+def time_layers(model: Model, spec: QuantSpec, *, backend: str = "auto") -> list[Timing]:
+    """Time every layer that would be quantized, float and quantized, for one row of inputs.
 
     Layers of one shape and scheme are timed once.
     """
     known: dict[tuple[tuple[int, int], Scheme, bool], tuple[float, float]] = {}
     found = []
-    for path, (module, scheme) in plan(model, spec, select=select).items():
+    for path, (module, scheme) in plan(model, spec).items():
         weight_OI = module.weight.detach()
         table = isinstance(module, TokenEmbedding)
         outputs, inputs = weight_OI.shape
         key = ((outputs, inputs), scheme, table)
         if key not in known:
-            known[key] = _both_ways(weight_OI, scheme, rows=rows, table=table, backend=backend)
+            known[key] = _both_ways(weight_OI, scheme, table=table, backend=backend)
         found.append(Timing(path, key[0], scheme, *known[key]))
     return found
 
 
-def keeping_float(timings: list[Timing], select: Select | None = None) -> Select:
+def keeping_float(timings: list[Timing]) -> Select:
     """Return a predicate that leaves out every layer that is slower when quantized."""
     losers = {timing.path for timing in timings if not timing.wins}
-
-    def choose(path: str, module: nn.Module) -> bool:
-        return path not in losers and (select is None or select(path, module))
-
-    return choose
+    return lambda path, module: path not in losers
 
 
 @torch.no_grad()
 def _both_ways(
-    weight_OI: Tensor, scheme: Scheme, *, rows: int, table: bool, backend: str
+    weight_OI: Tensor, scheme: Scheme, *, table: bool, backend: str
 ) -> tuple[float, float]:
-    x_MI = torch.randn(rows, weight_OI.shape[1], device=weight_OI.device, dtype=weight_OI.dtype)
+    x_MI = torch.randn(1, weight_OI.shape[1], device=weight_OI.device, dtype=weight_OI.dtype)
     tensor = quantize_tensor(weight_OI, scheme)
     if table:
         layer: QuantizedWeight = QuantizedEmbedding(tensor, backend=backend)
@@ -279,13 +268,13 @@ def _spread(batches: list[Batch], most: int) -> list[Batch]:
     return [batches[place] for place in places]
 
 
-def of_model(model: Model, *, seed: int = 0) -> Material:
+def of_model(model: Model) -> Material:
     """Return sequences sampled from the model itself: its own distribution, not the truth."""
     _check_continues(model)
     length = min(LENGTH, model.spec.max_seq_len - 1)
-    spec = DecodeSpec(max_new_tokens=length, temperature=1.0, seed=seed)
+    spec = DecodeSpec(max_new_tokens=length, temperature=1.0, seed=0)
     vocab = model.spec.vocab_size
-    first = np.random.default_rng(seed).integers(0, vocab, 2 * ROWS).tolist()
+    first = np.random.default_rng(0).integers(0, vocab, 2 * ROWS).tolist()
     made = generate_batch(TorchStepper(model), Prompts.of([[t] for t in first]), spec=spec)
     rows = [[begin, *one.tokens] for begin, one in zip(first, made, strict=True)]
     both = [_batch(np.array(rows[i : i + ROWS])) for i in (0, ROWS)]

@@ -56,39 +56,24 @@ from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.train import AdamW, CosineSchedule, LoRA, RunSpec, TrainSpec, Tuning
 
 
-def _modern_model(task: Task) -> ModelSpec:
-    return presets.modern_lm(
-        vocab_size=task.tokenizer.vocab_size,
-        d_model=64,
-        d_ff=192,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        max_seq_len=task.longest(),
-    )
+def _sized(make: Callable[..., ModelSpec], **sizes: Any) -> Callable[[Task], ModelSpec]:
+    """Return a preset of these sizes, with a task's vocabulary and length."""
+
+    def fitting(task: Task) -> ModelSpec:
+        vocab_size, length = task.tokenizer.vocab_size, task.longest()
+        return make(vocab_size=vocab_size, max_seq_len=length, **sizes)
+
+    return fitting
 
 
-def _moe_model(task: Task) -> ModelSpec:
-    # A token passes through 64 + 2 x 64 units of feed-forward, as many as in `lm-modern`.
-    return presets.moe(
-        vocab_size=task.tokenizer.vocab_size,
-        d_model=64,
-        d_ff=64,
-        shared_d_ff=64,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        max_seq_len=task.longest(),
-    )
-
-
-def _large_model(task: Task) -> ModelSpec:
-    return presets.budget_lm(
-        vocab_size=task.tokenizer.vocab_size,
-        max_seq_len=task.longest(),
-        dropout=0.2,
-        scale_residual=True,
-    )
+_HEADS = {"n_heads": 4, "n_kv_heads": 2}
+_modern_model = _sized(presets.modern_lm, d_model=64, d_ff=192, n_layers=3, **_HEADS)
+# A token passes through 64 + 2 x 64 units of feed-forward, as many as in `lm-modern`.
+_moe_model = _sized(presets.moe, d_model=64, d_ff=64, shared_d_ff=64, n_layers=3, **_HEADS)
+_large_model = _sized(presets.budget_lm, dropout=0.2, scale_residual=True)
+#: Models of tasks that suggest none: for batches with a source, and for others.
+_PAIR = _sized(presets.seq2seq, d_model=64, n_heads=4, d_ff=256, n_layers=2, dropout=0.0)
+_SMALL = _sized(presets.modern_lm, d_model=64, d_ff=192, n_layers=2, **_HEADS)
 
 
 #: A few minutes on two cores for 0.3 M parameters: ten times through the manuals.
@@ -334,28 +319,9 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
 
 def default_model(task: Task) -> ModelSpec:
     """Return a small model with a task's heads, an encoder-decoder if batches have a source."""
-    vocab_size, length = task.tokenizer.vocab_size, task.longest()
-    first = task.batch("train", np.arange(1))
-    if first.source is not None:
-        model = presets.seq2seq(
-            vocab_size=vocab_size,
-            d_model=64,
-            n_heads=4,
-            d_ff=256,
-            n_layers=2,
-            max_seq_len=length,
-            dropout=0.0,
-        )
-    else:
-        model = presets.modern_lm(
-            vocab_size=vocab_size,
-            d_model=64,
-            d_ff=192,
-            n_layers=2,
-            n_heads=4,
-            n_kv_heads=2,
-            max_seq_len=length,
-        )
+    vocab_size = task.tokenizer.vocab_size
+    has_source = task.batch("train", np.arange(1)).source is not None
+    model = (_PAIR if has_source else _SMALL)(task)
     kept = model.heads[0]
     return replace(
         model,

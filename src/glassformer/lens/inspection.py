@@ -273,9 +273,7 @@ class Inspection(Displayable):
             ).svg(),
             label,
         )
-        rows = self.rows()
-        lines = ([row[name] for name in rows[0]] for row in rows)
-        yield html.folded("by position", html.table(list(rows[0]), lines, caption="predictions"))
+        yield self.table(heading="by position")
         yield from self.lens.parts()
         yield from self.attention.parts()
         yield from self.norms.parts()
@@ -379,9 +377,7 @@ class Ablation(Displayable):
         """The divergence by position, and the table."""
         yield html.heading(self.summary())
         yield chart_svg(self.chart(), label="KL(before || after) in nats, by position").svg()
-        rows = self.rows()
-        lines = (list(row.values()) for row in rows)
-        yield html.folded("by position", html.table(list(rows[0]), lines, caption=self.title))
+        yield self.table(heading="by position")
 
     def chart(self) -> Lines:
         """The divergence by position."""

@@ -89,13 +89,6 @@ def test_bad_wishes():
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def test_students_quantiles():
-    """Against the printed tables of Student's t."""
-    for freedom, tail, value in ((9, 0.025, 2.262), (29, 0.025, 2.045), (29, 0.0005, 3.659)):
-        normal = {0.025: 1.95996, 0.0005: 3.29053}[tail]
-        assert module._student(tail, freedom) * normal == pytest.approx(value, rel=3e-3)
-
-
 def test_intervals_hold(monkeypatch):
     """About 95 in 100 intervals hold the truth, of 400 samples of a dozen groups."""
     monkeypatch.setattr(module, "RESAMPLES", 1_000)

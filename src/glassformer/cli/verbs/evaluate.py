@@ -169,15 +169,15 @@ def _check_split(split: str, ref: "RunRef") -> None:
 def _save_confusion(evaluation: "Evaluation", path: Path, *, title: str) -> None:
     """Write the tables of an evaluation as a figure, or every cell as CSV."""
     from glassformer.lab.measure.evaluate import confusion_rows, rows_csv
-    from glassformer.lab.plots.figures import confusion_figure
+    from glassformer.lab.plots.figures import confusion_chart
     from glassformer.lens.show.chart_figure import figure_bytes
 
     ending = ending_of(path, ENDINGS)
-    figure = confusion_figure(evaluation.confusion, title=title)  # refuses where there is none
+    drawn = confusion_chart(evaluation.confusion, title=title)  # refuses where there is none
     if ending == "csv":
         write_file(path, rows_csv(confusion_rows(evaluation.confusion)).encode())
     else:
-        write_file(path, figure_bytes(figure, ending))
+        write_file(path, figure_bytes(drawn, ending))
 
 
 #: A suite's result, for scripts and for people.

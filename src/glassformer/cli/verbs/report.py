@@ -154,7 +154,7 @@ def _draw_curves(
 ) -> None:
     """Read the curves, then print them or write them to the requested file."""
     from glassformer.lab.measure.evaluate import rows_csv
-    from glassformer.lab.plots.curves import curve_figure
+    from glassformer.lab.plots.curves import curve_chart
     from glassformer.lab.runs.curves import AXES
     from glassformer.lens.show.chart_figure import figure_bytes
 
@@ -168,8 +168,8 @@ def _draw_curves(
     if target is not None and target.suffix.lower() == ".csv":
         write_file(target, rows_csv(_rows(curves, asked.series)).encode())
     elif target is not None:
-        figure = curve_figure(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
-        write_file(target, figure_bytes(figure, target.suffix.lower().removeprefix(".")))
+        drawn = curve_chart(curves, names=asked.series, axis=axis, span=asked.span, log=asked.log)
+        write_file(target, figure_bytes(drawn, target.suffix.lower().removeprefix(".")))
     if as_json:
         typer.echo(json.dumps(json_numbers(_record(curves, asked.series)), allow_nan=False))
 

@@ -373,7 +373,7 @@ def lr_find(
     tested = api.rates_of(plan, device=device, threads=threads)
     found = _as_json(tested, what, given)
     if target is not None:
-        _save(tested, target, title=what)
+        _save(tested, target)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -396,9 +396,9 @@ def _as_json(found: "RateRange", what: str, overrides: list[str]) -> dict[str, A
     }
 
 
-def _save(found: "RateRange", path: Path, *, title: str) -> None:
+def _save(found: "RateRange", path: Path) -> None:
     """Write the range test as a figure, or its points as CSV."""
-    from glassformer.lab.plots.figures import lr_figure
+    from glassformer.lab.plots.figures import lr_chart
     from glassformer.lens.show.chart_figure import figure_bytes
     from glassformer.spec.csv_text import csv_text
 
@@ -407,4 +407,4 @@ def _save(found: "RateRange", path: Path, *, title: str) -> None:
         lines = [[rate, loss] for rate, loss in found.curve]
         write_file(path, csv_text(["lr", "loss"], lines).encode())
     else:
-        write_file(path, figure_bytes(lr_figure(found, title=title), ending))
+        write_file(path, figure_bytes(lr_chart(found), ending))

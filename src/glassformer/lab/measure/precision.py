@@ -543,7 +543,7 @@ class Prompted:
         return "\n".join(lines)
 
 
-def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tuple[Precision, ...]:
+def in_precisions(adapter: BaseAdapter) -> tuple[Precision, ...]:
     """Return the model in float32, and a copy in each scheme that fits some layer of it.
 
     Layers that a scheme does not fit get int8, which the copy's name says.
@@ -559,7 +559,7 @@ def in_precisions(adapter: BaseAdapter, *, schemes: Sequence[str] = NAMES) -> tu
     if next(model.parameters()).dtype != torch.float32:
         full = copy.deepcopy(model).float()
     made = [_measured("float32", "float32", full)]
-    for scheme in schemes:
+    for scheme in NAMES:
         name = coverage(full.spec, scheme_class(scheme)()).name
         if name:
             small = quantize(full, scheme=scheme, indivisible="int8")
@@ -588,9 +588,7 @@ def _file_bytes(arrays: Arrays) -> int:
 
 
 @torch.no_grad()
-def prompted(
-    adapter: BaseAdapter, precisions: Sequence[Precision], text: str, *, top: int = TOP
-) -> Prompted:
+def prompted(adapter: BaseAdapter, precisions: Sequence[Precision], text: str) -> Prompted:
     """Run the same tokens through each; the others are compared with the first precision."""
     look = adapter.inspect(text)
     readings = [replace(look.readout, model=one.model) for one in precisions]
@@ -606,7 +604,7 @@ def prompted(
             there[number] += divergence(logps[0], logp_TV).tolist()
             back[number] += divergence(logp_TV, logps[0]).tolist()
             same[number] += (logp_TV.argmax(-1) == logps[0].argmax(-1)).tolist()
-        answers += _answers(logps, top)
+        answers += _answers(logps)
     full, *others = precisions
     against = {}
     for number, one in enumerate(others, start=1):
@@ -634,10 +632,10 @@ def _logp(reading: Readout, rows_TD: Tensor) -> Tensor:
     return reading.model.project(rows_TD, reading.head).double().log_softmax(-1).cpu()
 
 
-def _answers(logps: Sequence[Tensor], top: int) -> list[dict[int, tuple[float, ...]]]:
+def _answers(logps: Sequence[Tensor]) -> list[dict[int, tuple[float, ...]]]:
     """Return the likeliest tokens of any precision at each position, as the first ranks them."""
     made = []
-    most = min(top, logps[0].shape[-1])
+    most = min(TOP, logps[0].shape[-1])
     for t in range(len(logps[0])):
         rows = [logp_TV[t].exp() for logp_TV in logps]
         ids = {i for row_V in rows for i in row_V.topk(most).indices.tolist()}

@@ -7,7 +7,6 @@ and a script draw these charts.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from glassformer.lab.runs.curves import Curves, Series
 from glassformer.lab.runs.metrics_file import MOST, default_span
 from glassformer.lens.show.chart import Line, Lines, Mark, Panels, scale_of
 from glassformer.spec.errors import InputError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: A curve is drawn on a logarithmic axis if it is positive and spans this factor.
 DECADES = 10.0
@@ -138,20 +134,6 @@ def curve_chart(
     notes[1] = notes[1] and f"alerts (▼): {notes[1]}"
     head = "\n".join(filter(None, [title, "   ".join(filter(None, notes))]))
     return Panels(charts=tuple(made), title=head)
-
-
-def curve_figure(
-    curves: Sequence[Curves],
-    *,
-    names: Sequence[str] = (),
-    axis: str = "step",
-    span: float | None = None,
-    log: bool | None = None,
-) -> "Figure":
-    """Return the same as a figure of matplotlib."""
-    from glassformer.lens.show.chart_figure import chart_figure
-
-    return chart_figure(curve_chart(curves, names=names, axis=axis, span=span, log=log))
 
 
 def _is_share(name: str) -> bool:

@@ -22,13 +22,12 @@ from glassformer.data.automata.machine import Machine
 from glassformer.lab.measure.evaluate import READINGS, ROWS, Table, order, shares
 from glassformer.lens.show.chart import Grid, Line, Lines, Panels
 from glassformer.lens.show.chart_text import chart_text
-from glassformer.lens.show.html import escape, escape_line
+from glassformer.lens.show.element import Element, el, picture
 from glassformer.lens.show.palette import COLOURS, SERIES, SERIES_ON_EITHER
+from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from glassformer.training.fit import RateRange
 
 
@@ -57,13 +56,6 @@ def _confusion(group: str, table: Table) -> Grid:
         x_title=f"answered as\n({READINGS.get(group, group)})",
         y_title=ROWS.get(group, f"{group} asked"),
     )
-
-
-def confusion_figure(confusion: Mapping[str, Table], *, title: str) -> "Figure":
-    """Return the same as a figure of matplotlib."""
-    from glassformer.lens.show.chart_figure import chart_figure
-
-    return chart_figure(confusion_chart(confusion, title=title))
 
 
 #: The drawn losses end this far above the first one: a diverging end would hide the rest.
@@ -95,13 +87,6 @@ def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str
         replace(chart, lines=(drawn,), y_range=None), width=width, height=10, unicode=unicode
     )
     return f"{picture}\n(loss over the learning rate, on a logarithmic axis; ! is the suggestion)"
-
-
-def lr_figure(found: "RateRange", *, title: str) -> "Figure":
-    """Return the range test as a figure of matplotlib."""
-    from glassformer.lens.show.chart_figure import chart_figure
-
-    return chart_figure(Panels(charts=(lr_chart(found),), title=title))
 
 
 #: Colours end at this drift: 5 points of the ratio, or a quarter of the expansion.
@@ -182,6 +167,13 @@ RADIUS, SPACE, LOOP, LINE = 33.0, 196.0, 46.0, 15.0
 #: An edge bends by this much for each state that it spans.
 BEND = 34.0
 Point = tuple[float, float]
+#: How an edge is drawn.
+STROKE: dict[str, object] = {
+    "fill": "none",
+    "stroke": "currentColor",
+    "stroke_width": 1.3,
+    "stroke_opacity": ".75",
+}
 
 
 class Edge(NamedTuple):
@@ -213,9 +205,9 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def machine_svg(
+def machine_picture(
     machine: Machine, edges: Sequence[Edge], ends: Sequence[float], *, label: str
-) -> str:
+) -> Element:
     """Return a drawing: an arrow to the start, a double circle where a string may end.
 
     `ends` are the probabilities to end in each state.
@@ -229,7 +221,7 @@ def machine_svg(
     drawing.start(machine.start)
     for state in range(machine.n_states):
         drawing.node(state, ends[state])
-    return drawing.svg(label)
+    return drawing.picture(label)
 
 
 class _Drawing:
@@ -237,7 +229,7 @@ class _Drawing:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.parts: list[str] = []
+        self.parts: list[Element] = []
         self.seen: list[Point] = []
         count = machine.n_states
         self.on_line = count <= 2 or all(
@@ -257,26 +249,20 @@ class _Drawing:
         self._holds(x - RADIUS, y - RADIUS)
         self._holds(x + RADIUS, y + RADIUS)
         colour = SERIES_ON_EITHER[self.machine.classes[state] % len(SERIES_ON_EITHER)]
-        self.parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS:g}" fill="{colour}" fill-opacity=".14" '
-            'stroke="currentColor" stroke-width="1.4"/>'
-        )
+        ring = {"cx": x, "cy": y, "stroke": "currentColor"}
+        filled = {"fill": colour, "fill_opacity": ".14", "stroke_width": 1.4}
+        self.parts.append(el("circle", r=RADIUS, **ring, **filled))
         if self.machine.ends[state]:
-            self.parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{inner:g}" fill="none" '
-                'stroke="currentColor" stroke-width="1"/>'
-            )
+            self.parts.append(el("circle", r=inner, fill="none", stroke_width=1, **ring))
         name = self.machine.class_names[self.machine.classes[state]]
-        lines = [f'<tspan font-size="14" font-weight="600">{state}</tspan>']
+        lines = [el("tspan", str(state), font_size=14, font_weight=600)]
         if name != str(state):
-            lines.append(f'<tspan font-size="9">{escape(name, most=9)}</tspan>')
+            lines.append(el("tspan", shown(name, most=9), font_size=9))
         if self.machine.ends[state]:
-            lines.append(f'<tspan font-size="9" fill-opacity=".7">end {end:.2f}</tspan>')
+            lines.append(el("tspan", f"end {end:.2f}", font_size=9, fill_opacity=".7"))
         for number, line in enumerate(lines):
             below = y + 4 + 12 * (number - (len(lines) - 1) / 2)
-            self.parts.append(
-                f'<text x="{x:.1f}" y="{below:.1f}" text-anchor="middle">{line}</text>'
-            )
+            self.parts.append(el("text", line, x=x, y=below, text_anchor="middle"))
 
     def start(self, state: int) -> None:
         """Draw the arrow that leads to the start."""
@@ -318,8 +304,7 @@ class _Drawing:
         begin, end = (at(RADIUS * 0.9, across) for across in (-RADIUS * 0.44, RADIUS * 0.44))
         one, two = (at(RADIUS + LOOP, across) for across in (-RADIUS * 0.95, RADIUS * 0.95))
         self.parts.append(
-            f'<path d="M{_pair(begin)} C{_pair(one)} {_pair(two)} {_pair(end)}" fill="none" '
-            'stroke="currentColor" stroke-width="1.3" stroke-opacity=".75"/>'
+            el("path", d=f"M{_pair(begin)} C{_pair(one)} {_pair(two)} {_pair(end)}", **STROKE)
         )
         self._head(two, end)
         top = at(RADIUS + LOOP * 0.75, 0)
@@ -333,20 +318,16 @@ class _Drawing:
         x = at[0] + out[0] * (width / 2 + 5)
         y = at[1] + out[1] * (height / 2 + 5) - height / 2 + 11
         for number, edge in enumerate(together):
-            self.parts.append(
-                f'<text x="{x:.1f}" y="{y + LINE * number:.1f}" text-anchor="middle">'
-                f'<tspan font-weight="700">{escape(edge.symbol, most=12)}</tspan>'
-                f'<tspan fill-opacity=".7" dx="6">{edge.probability:.2f}</tspan></text>'
-            )
+            symbol = el("tspan", shown(edge.symbol, most=12), font_weight=700)
+            share = el("tspan", f"{edge.probability:.2f}", fill_opacity=".7", dx=6)
+            at_y = y + LINE * number
+            self.parts.append(el("text", symbol, share, x=x, y=at_y, text_anchor="middle"))
         self._holds(x - width / 2, y - 12)
         self._holds(x + width / 2, y - 12 + height)
 
     def _curve(self, a: Point, middle: Point, b: Point) -> Point:
         """Draw an arrow, and return the point half-way along it."""
-        self.parts.append(
-            f'<path d="M{_pair(a)} Q{_pair(middle)} {_pair(b)}" fill="none" '
-            'stroke="currentColor" stroke-width="1.3" stroke-opacity=".75"/>'
-        )
+        self.parts.append(el("path", d=f"M{_pair(a)} Q{_pair(middle)} {_pair(b)}", **STROKE))
         self._head(middle, b)
         top = (a[0] + 2 * middle[0] + b[0]) / 4, (a[1] + 2 * middle[1] + b[1]) / 4
         self._holds(*top)
@@ -360,23 +341,20 @@ class _Drawing:
             for open_ in (0.4, -0.4)
         ]
         points = " ".join(map(_pair, (tip, *sides)))
-        self.parts.append(f'<polygon points="{points}" fill="currentColor"/>')
+        self.parts.append(el("polygon", points=points, fill="currentColor"))
 
     def _holds(self, x: float, y: float) -> None:
         self.seen.append((x, y))
 
-    def svg(self, label: str) -> str:
+    def picture(self, label: str) -> Element:
         """Return the drawing with a margin around everything that was drawn."""
         xs, ys = [x for x, _ in self.seen], [y for _, y in self.seen]
         left, top = min(xs) - 8, min(ys) - 8
         width, height = max(xs) + 8 - left, max(ys) + 8 - top
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape_line(label)}" '
-            f'class="machine" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="{left:.0f} {top:.0f} {width:.0f} {height:.0f}" '
-            'font-family="ui-monospace, monospace" font-size="12" fill="currentColor">'
-            f"<title>{escape_line(label)}</title>{''.join(self.parts)}</svg>"
-        )
+        look = {"font_family": "ui-monospace, monospace", "font_size": 12, "class_": "machine"}
+        made = picture(width, height, label, *self.parts, **look)
+        made.props["viewBox"] = f"{left:.0f} {top:.0f} {width:.0f} {height:.0f}"
+        return made
 
 
 def _towards(centre: Point, other: Point) -> Point:

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -565,6 +564,8 @@ def interval(
     The spread is widened as Student's t is over the normal: without it, intervals from a dozen
     groups are too short. One group has no interval.
     """
+    from scipy import special
+
     if len(points) < 2:
         return None, None
     drawn = stream(seed, "smallbench", "bootstrap").integers(
@@ -572,19 +573,7 @@ def interval(
     )
     means = points[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     middle, tail = points.sum() / sizes.sum(), (1 - confidence) / 2
-    wider = _student(tail, len(points) - 1) * math.sqrt(len(points) / (len(points) - 1))
+    wider = float(special.stdtrit(len(points) - 1, 1 - tail) / special.ndtri(1 - tail))
+    wider *= math.sqrt(len(points) / (len(points) - 1))
     low, high = middle + wider * (np.quantile(means, [tail, 1 - tail]) - middle)
     return float(low), float(high)
-
-
-def _student(tail: float, freedom: int) -> float:
-    """Return Student's t quantile over the normal's, by four terms of its series in 1 / freedom."""
-    z = NormalDist().inv_cdf(1 - tail)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    series: float = sum(term / freedom**power for power, term in enumerate(terms))
-    return series / z

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,32 +73,16 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a worker."""
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "spec": to_dict(self.spec),
-            "device": self.device,
-            "threads": self.threads,
-            "until": self.until,
-            "own_code": list(self.own_code),
-            "ended": self.ended,
-        }
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"folder": str(self.folder), "spec": to_dict(self.spec)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Job":
         """Read what `to_dict` made."""
         for source in data["own_code"]:
             allow_own_code(source)
-        return cls(
-            name=data["name"],
-            folder=Path(data["folder"]),
-            spec=from_dict(RunSpec, data["spec"]),
-            device=data["device"],
-            threads=data["threads"],
-            until=data["until"],
-            own_code=tuple(data["own_code"]),
-            ended=data["ended"],
-        )
+        own = {"folder": Path(data["folder"]), "spec": from_dict(RunSpec, data["spec"])}
+        return cls(**{**data, **own, "own_code": tuple(data["own_code"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +110,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "step": self.step,
-            "scores": dict(self.scores),
-            "curve": {str(step): dict(values) for step, values in self.curve.items()},
-            "seconds": self.seconds,
-            "why": self.why,
-        }
+        return asdict(self) | {"curve": {str(step): dict(v) for step, v in self.curve.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Result":
@@ -657,14 +633,7 @@ def train_away(data: Mapping[str, Any], begun: bytes, sweep: str) -> bytes:
     folder = above / f"{job.name}-{os.getpid()}"
     if begun:
         _unpack(begun, folder)
-    away = Job(
-        name=job.name,
-        folder=folder,
-        spec=job.spec,
-        device=job.device,
-        threads=job.threads,
-        until=job.until,
-    )
+    away = replace(job, folder=folder, own_code=(), ended=None)
     try:
         deque(train_job(away), maxlen=0)  # to its end
         return _packed(folder)

@@ -252,12 +252,12 @@ class _Axis:
         return self.start + self.scale.at(value) * (self.end - self.start)
 
 
-def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
+def intervals_picture(ranking: Ranking) -> Element:
     """Draw each cell's mean with its interval, and every seed as a dot; the best on top."""
     rows = ranking.rows[:DRAWN]
-    left = min(width * 0.42, 16 + 6.9 * max(len(row.name) for row in rows))
+    left = min(WIDE * 0.42, 16 + 6.9 * max(len(row.name) for row in rows))
     ends = [v for row in rows for v in (row.low, row.high) if v is not None]
-    axis = _Axis([*ends, *(v for row in rows for v in row.seeds)], left + 8, width - 12)
+    axis = _Axis([*ends, *(v for row in rows for v in row.seeds)], left + 8, WIDE - 12)
     height = 20 * len(rows) + 34
     parts: list[Element] = []
     for tick in axis.scale.ticks(5):
@@ -268,7 +268,7 @@ def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
         y = 20 * index + 16
         colour = series_colour(row.group - 1)
         if index and rows[index - 1].group != row.group:
-            parts.append(line(4, y - 10, width - 4, y - 10, stroke_opacity="0.35"))
+            parts.append(line(4, y - 10, WIDE - 4, y - 10, stroke_opacity="0.35"))
         most = int(left / 6.9)
         name = row.name if len(row.name) <= most else f"{row.name[: most - 1]}…"
         parts.append(words(left, y + 4, name, anchor="end"))
@@ -296,7 +296,7 @@ def intervals_picture(ranking: Ranking, *, width: int = WIDE) -> Element:
             )
         )
     label = f"{_title(ranking.metric)} of each cell: mean, 95 % interval, every seed a dot"
-    return picture(width, height, label, *parts)
+    return picture(WIDE, height, label, *parts)
 
 
 def heat_chart(plan: Plan, ranking: Ranking) -> Grid | None:
@@ -340,14 +340,14 @@ def _in_order(
     return [key for key in dict.fromkeys(seen) if key in means]
 
 
-def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Element | None:
+def parallel_picture(plan: Plan, ranking: Ranking) -> Element | None:
     """Draw each cell as a line through its settings to its score; the best group in colour."""
     factors = plan.factors()
     rows = ranking.rows[: DRAWN * 4]
     if not factors or len(rows) < 3:
         return None
     height, top, bottom = 280.0, 34.0, 250.0
-    place = {f: 70 + i * (width - 150) / len(factors) for i, f in enumerate((*factors, ""))}
+    place = {f: 70 + i * (WIDE - 150) / len(factors) for i, f in enumerate((*factors, ""))}
     scores = _Axis([row.mean for row in rows], bottom, top)
     if ranking.smaller_is_better:
         scores.start, scores.end = top, bottom
@@ -395,7 +395,7 @@ def parallel_picture(plan: Plan, ranking: Ranking, *, width: int = WIDE) -> Elem
         for tick in scores.scale.ticks(5)
     ]
     label = "Every cell as a line through its settings to its score; the first group in colour"
-    return picture(width, height, label, *parts)
+    return picture(WIDE, height, label, *parts)
 
 
 def _as_number(text: str) -> tuple[int, float, str]:

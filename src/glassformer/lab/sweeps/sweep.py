@@ -71,8 +71,6 @@ from glassformer.spec.sweep import (
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory, cache_folder, run_folder
 
-#: Seconds between two lines of progress where there is no terminal.
-QUIET_SECONDS = 10.0
 #: Seconds between two records of the progress, which the page shows.
 RECORD_SECONDS = 1.0
 #: Cells below the best whose curves are held against its.
@@ -515,7 +513,7 @@ class _Progress:
         self.first = sum(self.steps.values())
         self.running: set[str] = set()
         self.done = self.failed = 0
-        self.began = self.told = time.monotonic()
+        self.began = time.monotonic()
         self.recorded = 0.0
         self.bar = Bar(sweep.path.name, total=sum(self.goal.values()), done=self.first)
 
@@ -558,17 +556,16 @@ class _Progress:
                 {"running": sorted(self.running), "left": round(left, 1), "steps": self.steps},
             )
         if self.shown:
-            self._show(now, made, left)
+            self._show(made, left)
 
-    def _show(self, now: float, made: int, left: float) -> None:
+    def _show(self, made: int, left: float) -> None:
         facts = (
             f"{self.done}/{len(self.goal)} runs done, {len(self.running)} running, "
             f"{self.failed} failed, {clock(left)} left"
         )
         if self.bar.live:
             self.bar.show(made, facts)
-        elif now - self.told >= QUIET_SECONDS or self.done + self.failed == len(self.goal):
-            self.told = now
+        elif self.bar.is_due(now=self.done + self.failed == len(self.goal)):
             self.bar.tell(facts)
 
 

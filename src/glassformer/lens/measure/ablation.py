@@ -68,9 +68,7 @@ class Ranking(Displayable):
         every = self.chart()
         bars = replace(every, names=every.names[:24], values=every.values[:24])
         yield chart_svg(bars).svg()
-        rows = self.rows()
-        lines = (list(row.values()) for row in rows)
-        yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
+        yield self.table()
 
     def chart(self) -> Bars:
         """Bars, the strongest at the top."""

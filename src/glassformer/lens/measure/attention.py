@@ -32,7 +32,7 @@ from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model
 from glassformer.nn.mask import build_mask
 from glassformer.nn.norm import as_float
-from glassformer.nn.taps import Edit, Taps
+from glassformer.nn.taps import Taps
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.model import Attention, ModelSpec
 
@@ -41,9 +41,24 @@ from glassformer.spec.model import Attention, ModelSpec
 # --- which cells may be attended to ---------------------------------------------------------------
 
 
-def allowed_of(attention: Attention, kind: Kind, inputs: Inputs) -> Tensor:
-    """Return (T, S): True where a query may attend to a key; a fully masked row is all False."""
-    T = inputs.tokens_BT.shape[1]
+def allowed_maps(spec: ModelSpec, inputs: Inputs) -> dict[tuple[Kind, int], Tensor]:
+    """Return by kind and layer, (B, T, S), on the CPU: True where a query may attend to a key.
+
+    A row that may attend to nothing is all False.
+    """
+    allowed = {}
+    for kind in kinds_of(spec):
+        masks: dict[tuple[bool, int | None], Tensor] = {}
+        for layer, attention in enumerate(attentions(spec, kind)):
+            reach = attention.causal, attention.window
+            if reach not in masks:
+                masks[reach] = _allowed(attention, kind, inputs)
+            allowed[kind, layer] = masks[reach]
+    return allowed
+
+
+def _allowed(attention: Attention, kind: Kind, inputs: Inputs) -> Tensor:
+    B, T = inputs.tokens_BT.shape
     S = T if inputs.source_BS is None else inputs.source_BS.shape[1]
     queries, keys = {"self": (T, T), "encoder": (S, S), "cross": (T, S)}[kind]
     sides = {"tokens": inputs.valid_BT, "source": inputs.source_valid_BS}
@@ -51,7 +66,7 @@ def allowed_of(attention: Attention, kind: Kind, inputs: Inputs) -> Tensor:
     valid_k = sides["tokens" if kind == "self" else "source"]
     device = inputs.tokens_BT.device
     if valid_q is not None or valid_k is not None:
-        ones = torch.ones(1, max(queries, keys), dtype=torch.bool, device=device)
+        ones = torch.ones(B, max(queries, keys), dtype=torch.bool, device=device)
         valid_q = ones[:, :queries] if valid_q is None else valid_q
         valid_k = ones[:, :keys] if valid_k is None else valid_k
     segments = inputs.segments_BT if kind == "self" else None
@@ -66,15 +81,12 @@ def allowed_of(attention: Attention, kind: Kind, inputs: Inputs) -> Tensor:
         segments_k_BS=segments,
         device=device,
     )
-    if mask.causal:
-        allow = mask.explicit(queries, device)
-    else:
-        allow = mask.allow
+    allow = mask.explicit(queries, device)
     if allow is None:
         allow = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if mask.empty is not None:
         allow = allow & ~mask.empty
-    return allow.reshape(queries, keys).cpu()
+    return allow.reshape(-1, queries, keys).expand(B, -1, -1).cpu()
 
 
 # --- one sequence ---------------------------------------------------------------------------------
@@ -178,9 +190,7 @@ class KindMaps(Displayable):
             maps = [self[layer, head] for head in range(len(weights_NTS))]
             small = (html.captioned(each.thumbnail(), each.title) for each in maps)
             yield f"<div>{''.join(small)}</div>"
-        rows = self.rows()
-        lines = (list(row.values()) for row in rows)
-        yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
+        yield self.table()
 
     def chart(self) -> Panels:
         """All heads, one row of pictures per layer."""
@@ -248,6 +258,7 @@ def read_attention(
 ) -> Attentions:
     """Return the maps of a captured pass, on the CPU in float32 at least, with their masks."""
     by_kind: dict[str, KindMaps] = {}
+    every = allowed_maps(spec, captured.inputs)
     for kind in kinds_of(spec):
         rows = tuple(source_words if kind == "encoder" else words)
         columns = tuple(words if kind == "self" else source_words)
@@ -255,11 +266,7 @@ def read_attention(
         layers = attentions(spec, kind)
         taken = (captured.taps[at.format(layer)].cpu() for layer in range(len(layers)))
         weights = tuple(map(as_float, taken))
-        masks: dict[Attention, Tensor] = {}
-        for attention in layers:
-            if attention not in masks:
-                masks[attention] = allowed_of(attention, kind, captured.inputs)
-        allowed = tuple(masks[attention] for attention in layers)
+        allowed = tuple(every[kind, layer][0] for layer in range(len(layers)))
         by_kind[kind] = KindMaps(kind, weights, allowed, rows, columns)
     return Attentions(by_kind)
 
@@ -296,15 +303,10 @@ class BatchAttention:
         return allow / allow.sum(-1, keepdim=True).clamp(min=1.0)
 
 
-def batch_attention(
-    model: Model,
-    batch: Batch | Inputs | Tensor | NDArray[Any],
-    *,
-    edit: Mapping[str, Edit] | None = None,
-) -> BatchAttention:
+def batch_attention(model: Model, batch: Batch | Inputs | Tensor | NDArray[Any]) -> BatchAttention:
     """Return every head's attention over a batch, from one pass."""
     spec = model.spec
-    taps = Taps(read=["*.attn.weights", *(["*.cross.weights"] if spec.encoder else [])], edit=edit)
+    taps = Taps(read=["*.attn.weights", *(["*.cross.weights"] if spec.encoder else [])])
     inputs = model.inputs(batch)
     with eval_mode(model):
         model.hidden(inputs, taps=taps)
@@ -314,35 +316,6 @@ def batch_attention(
     if inputs.source_BS is not None:
         positions["source"] = _positions(inputs.source_BS, inputs.source_valid_BS)
     return BatchAttention(weights, allowed_maps(spec, inputs), positions)
-
-
-def allowed_maps(spec: ModelSpec, inputs: Inputs) -> dict[tuple[Kind, int], Tensor]:
-    """Return which cells may be attended to, by kind and layer, (B, T, S)."""
-    allowed = {}
-    for kind in kinds_of(spec):
-        masks: dict[tuple[bool, int | None], Tensor] = {}
-        for layer, attention in enumerate(attentions(spec, kind)):
-            reach = attention.causal, attention.window
-            if reach not in masks:
-                rows = (_one(inputs, b) for b in range(len(inputs.tokens_BT)))
-                masks[reach] = torch.stack([allowed_of(attention, kind, row) for row in rows])
-            allowed[kind, layer] = masks[reach]
-    return allowed
-
-
-def _one(inputs: Inputs, b: int) -> Inputs:
-    """Return one row of a batch, as a batch of one."""
-
-    def row(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[b : b + 1]
-
-    return Inputs(
-        inputs.tokens_BT[b : b + 1],
-        row(inputs.valid_BT),
-        row(inputs.segments_BT),
-        row(inputs.source_BS),
-        row(inputs.source_valid_BS),
-    )
 
 
 def _positions(tokens_BT: Tensor, valid_BT: Tensor | None) -> Tensor:

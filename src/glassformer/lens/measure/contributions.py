@@ -316,9 +316,7 @@ class TokenPath(Displayable):
     def parts(self) -> Iterator[str]:
         """Yield the picture, then the same as a table."""
         yield self.element(style=True).svg()
-        heading = ["", "norm", "added", "predicts", "probability"]
-        lines = (list(row.values()) for row in self.rows())
-        yield html.folded("as a table", html.table(heading, lines, caption=self.title))
+        yield self.table()
 
     def _repr_svg_(self) -> str:
         return self.element(style=True).svg()

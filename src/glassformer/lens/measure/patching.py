@@ -269,9 +269,7 @@ class Patching(Displayable):
             chart_svg(self.chart(), label=self.summary(), width=384).svg(),
             self.summary(),
         )
-        rows = self.rows()
-        lines = (list(row.values()) for row in rows)
-        yield html.folded("as a table", html.table(list(rows[0]), lines, caption=self.title))
+        yield self.table()
 
     def chart(self) -> Grid:
         """The grid of layers and positions."""

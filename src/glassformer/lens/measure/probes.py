@@ -170,8 +170,7 @@ class Probes(Displayable):
         for head in self.heads():
             each = self.map(0, head)
             yield html.captioned(each.svg(side=160), each.title)
-        rows = self.rows()
-        yield html.table(list(rows[0]), (list(row.values()) for row in rows), caption=self.title)
+        yield self.table()
 
     def chart(self) -> Panels:
         """Every head's map of the first example."""

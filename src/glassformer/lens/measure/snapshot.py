@@ -138,21 +138,6 @@ def snapshot(
     step: int = 0,
 ) -> Probes:
     """Return attention, lens, norms and losses of these examples, as the model is now."""
-    return snapshots(model, batch, models=1, names=names, examples=examples, step=step)[0]
-
-
-def snapshots(
-    model: Model | HandModel,
-    batch: Batch,
-    *,
-    models: int,
-    names: Names = str,
-    examples: NDArray[np.integer[Any]] | None = None,
-    step: int = 0,
-) -> list[Probes]:
-    """Return the snapshot of each model of a stack: `model` computes all of them on a batch that
-    is `models` times as long.
-    """
     spec = model.spec
     tokens = size_limits(spec)[1]
     kept = truncate(batch, tokens)
@@ -161,67 +146,35 @@ def snapshots(
     inputs = as_inputs(kept, spec, device=torch.device("cpu"))
     rows = residual_rows(spec)
     with eval_mode(model) if isinstance(model, Model) else torch.no_grad():
-        passed = one_pass(model, _tiled(kept, models), head)
+        passed = one_pass(model, kept, head)
         residual = [passed.taps[tap] for _, tap in rows]
         norms_BRT = torch.stack([x.norm(dim=-1) for x in residual], dim=1).float()
         ends = [*map(passed.normed, residual), passed.hidden_BTD]
-        ids, shares = _lens(passed, ends, models)
-        maps = _maps(spec, passed.taps, inputs, models)
-        nll = _nll(passed.logits, kept, head, models)
+        ids, shares = _lens(passed, ends)
+        maps = _maps(spec, passed.taps, inputs)
+        nll = _nll(passed.logits, kept, head).cpu().numpy()
     words = _words(kept.tokens, kept.valid, names)
     source = kept.source
     source_words = None if source is None else _words(source.tokens, source.valid, names)
-    known = functools.cache(names)
 
-    def own(x: Tensor) -> list[NDArray[Any]]:
-        """Return each model's part, in one transfer."""
-        return [*x.unflatten(0, (models, -1)).cpu().numpy()]
-
-    all_norms, all_ids, all_shares, all_nll = map(own, (norms_BRT, ids, shares, nll))
-    all_maps = {name: own(x) for name, x in maps.items()}
-    made = []
-    for m in range(models):
-        losses_BT, counted_BT = _losses(spec, kept, head, all_nll[m], complete_B)
-        made.append(
-            Probes(
-                step=step,
-                head=head,
-                examples=tuple(
-                    (np.arange(len(complete_B)) if examples is None else examples).tolist()
-                ),
-                complete=tuple(complete_B.tolist()),
-                words=words,
-                source_words=source_words,
-                attention={name: x[m] for name, x in all_maps.items()},
-                row_names=tuple(name for name, _ in rows),
-                norms_BRT=np.where(kept.valid[:, None], all_norms[m], np.float32(0)),
-                lens_ids=all_ids[m],
-                lens_shares=all_shares[m],
-                names=named(all_ids[m], known),
-                losses_BT=losses_BT,
-                counted_BT=counted_BT,
-            )
-        )
-    return made
-
-
-def _tiled(batch: Batch, models: int) -> Batch:
-    """Return the batch once for each model."""
-    if models == 1:
-        return batch
-
-    def again(array: Any) -> Any:
-        return None if array is None else np.concatenate([array] * models)
-
-    source = batch.source
-    return replace(
-        batch,
-        tokens=again(batch.tokens),
-        valid=again(batch.valid),
-        targets={head: again(target) for head, target in batch.targets.items()},
-        weights=again(batch.weights),
-        segments=again(batch.segments),
-        source=source and Source(tokens=again(source.tokens), valid=again(source.valid)),
+    losses_BT, counted_BT = _losses(spec, kept, head, nll, complete_B)
+    lens_ids = ids.cpu().numpy()
+    numbers = np.arange(len(complete_B)) if examples is None else examples
+    return Probes(
+        step=step,
+        head=head,
+        examples=tuple(numbers.tolist()),
+        complete=tuple(complete_B.tolist()),
+        words=words,
+        source_words=source_words,
+        attention={name: x.cpu().numpy() for name, x in maps.items()},
+        row_names=tuple(name for name, _ in rows),
+        norms_BRT=np.where(kept.valid[:, None], norms_BRT.cpu().numpy(), np.float32(0)),
+        lens_ids=lens_ids,
+        lens_shares=shares.cpu().numpy(),
+        names=named(lens_ids, functools.cache(names)),
+        losses_BT=losses_BT,
+        counted_BT=counted_BT,
     )
 
 
@@ -237,56 +190,48 @@ def max_bytes(probes: Probes, vocab_size: int) -> int:
     return header + strings + maps + lens + per_position + 16 * len(probes.words)
 
 
-def _maps(
-    spec: ModelSpec, taps: Mapping[str, Tensor], inputs: Inputs, models: int
-) -> dict[str, Tensor]:
+def _maps(spec: ModelSpec, taps: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
     """Return the weights as bytes, masked cells marked."""
     maps = {}
     for (kind, layer), allowed_BTS in allowed_maps(spec, inputs).items():
         weights_BNTS = taps[HeadName(kind, layer, 0).tap(spec, "weights")]
         bytes_BNTS = (weights_BNTS * FULL).round().to(torch.uint8)
-        masked_BTS = (~allowed_BTS).to(bytes_BNTS.device).repeat(models, 1, 1)
+        masked_BTS = (~allowed_BTS).to(bytes_BNTS.device)
         maps[f"{kind}.{layer}"] = bytes_BNTS.masked_fill(masked_BTS[:, None], MASKED)
     return maps
 
 
-def _pieces(x: Tensor, models: int, numbers: int) -> list[slice]:
-    """Return runs of examples, the same ones of every model, whose logits fit in memory."""
-    examples, limit = len(x) // models, PIECE if x.device.type == "cpu" else GPU_PIECE
-    size = max(1, limit // (models * numbers))
-    return [slice(start, start + size) for start in range(0, examples, size)]
+def _pieces(x: Tensor, numbers: int) -> list[slice]:
+    """Return runs of examples whose logits, so many numbers each, fit in memory."""
+    size = max(1, (PIECE if x.device.type == "cpu" else GPU_PIECE) // numbers)
+    return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
-def _lens(passed: Pass, ends: list[Tensor], models: int) -> tuple[Tensor, Tensor]:
+def _lens(passed: Pass, ends: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the likeliest ids (B, R, T, K) of every row of the residual, and probabilities."""
     V, T = passed.logits.shape[-1], passed.hidden_BTD.shape[1]
-    found = []
+    all_ids, all_shares = [], []
     for x_BTD in ends:
-        x_MBTD = x_BTD.unflatten(0, (models, -1))
         best = [
-            torch.softmax(passed.project(x_MBTD[:, some].flatten(0, 1)), dim=-1).topk(min(TOP, V))
-            for some in _pieces(x_BTD, models, T * V)
+            torch.softmax(passed.project(x_BTD[some]), dim=-1).topk(min(TOP, V))
+            for some in _pieces(x_BTD, T * V)
         ]
-        ids = torch.cat([one.indices.unflatten(0, (models, -1)) for one in best], dim=1)
-        shares = torch.cat([one.values.unflatten(0, (models, -1)) for one in best], dim=1)
-        found.append((ids.flatten(0, 1), shares.flatten(0, 1)))
-    all_ids, all_shares = zip(*found, strict=True)
+        all_ids.append(torch.cat([one.indices for one in best]))
+        all_shares.append(torch.cat([one.values for one in best]))
     return torch.stack(all_ids, dim=1).int(), torch.stack(all_shares, dim=1).half()
 
 
-def _nll(logits: Tensor, batch: Batch, head: str, models: int) -> Tensor:
+def _nll(logits: Tensor, batch: Batch, head: str) -> Tensor:
     """Return -log p(target) (B, T) of every target, (B,) of answers; zeros without a target."""
     if head not in batch.targets:
         return logits.new_zeros(len(logits), dtype=torch.float64)
     target = np.where(_targeted(batch, head), batch.targets[head], 0).astype(np.int64)
     target_B = torch.as_tensor(target, device=logits.device)
     found = []
-    all_logits = logits.unflatten(0, (models, -1))
-    for some in _pieces(logits, models, logits[0].numel()):
-        logp = torch.log_softmax(all_logits[:, some].double(), dim=-1)
-        chosen = target_B[some].expand(models, *target_B[some].shape)
-        found.append(-logp.gather(-1, chosen[..., None])[..., 0])
-    return torch.cat(found, dim=1).flatten(0, 1)
+    for some in _pieces(logits, logits[0].numel()):
+        logp = torch.log_softmax(logits[some].double(), dim=-1)
+        found.append(-logp.gather(-1, target_B[some][..., None])[..., 0])
+    return torch.cat(found)
 
 
 def _targeted(batch: Batch, head: str) -> NDArray[np.bool_]:

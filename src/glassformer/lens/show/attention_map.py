@@ -96,9 +96,7 @@ class Difference(Displayable):
         """The map, blue where the first attends more, then its cells as a table."""
         drawn = chart_svg(self.chart(), label=self.summary(), width=SIDE).svg()
         yield html.captioned(drawn, self.summary())
-        lines = ([*row.values()] for row in self.rows())
-        names = ["query", "", "key", "", "difference"]
-        yield html.folded("as a table", html.table(names, lines, caption=self.title))
+        yield self.table()
 
     def chart(self) -> Grid:
         """The map on a scale from -1 to 1."""

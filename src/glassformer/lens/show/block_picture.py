@@ -16,27 +16,30 @@ from glassformer.lens.show.outline import (
     format_count,
     norm_name,
 )
+from glassformer.lens.show.palette import COLOURS
 from glassformer.spec.errors import InputError
 from glassformer.spec.program import Attend, Norm
 
-#: Colours of the explorer, light and dark: the same hue means the same kind of part everywhere.
+#: The page's colours: of grounds and lines, then of each kind of part, the same everywhere.
 _COLOURS = {
-    "paper": ("#ffffff", "#181b1f"),
-    "ink": ("#15181c", "#e8eaed"),
-    "muted": ("#59616b", "#9ba5b0"),
-    "line": ("#878e97", "#6d7681"),
-    "embed": ("#806300", "#e3c257"),
-    "position": ("#6b4fc4", "#b9adff"),
-    "norm": ("#5b636d", "#a9b3be"),
-    "attn": ("#2b50d6", "#8fb0ff"),
-    "cross": ("#a12a7d", "#f090cf"),
-    "ffn": ("#0f7a4d", "#6fd6a3"),
-    "head": ("#b4490f", "#ffa366"),
+    "paper": "panel",
+    "ink": "ink",
+    "muted": "muted",
+    "line": "edge",
+    "embed": "series-6",
+    "position": "series-5",
+    "norm": "series-8",
+    "attn": "series-1",
+    "cross": "series-4",
+    "ffn": "series-3",
+    "head": "series-2",
 }
 
 
 def _style() -> str:
-    light, dark = ("".join(f"--gd-{n}:{c[i]};" for n, c in _COLOURS.items()) for i in (0, 1))
+    chosen = {name: COLOURS[colour] for name, colour in _COLOURS.items()}
+    light = "".join(f"--gd-{name}:{colour.light};" for name, colour in chosen.items())
+    dark = "".join(f"--gd-{name}:{colour.dark};" for name, colour in chosen.items())
     kinds = "".join(
         f".glass-diagram .{kind}{{--gd-own:var(--gd-{kind})}}" for kind in get_args(Kind)
     )

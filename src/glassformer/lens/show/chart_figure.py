@@ -28,12 +28,15 @@ DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 PLAIN: dict[str, Any] = {"parse_math": False}
 
 
-def figure_bytes(figure: Figure, kind: str, *, dpi: int = 110) -> bytes:
-    """Return a PNG, SVG or PDF without date, version or random ids; text in it stays text."""
+def figure_bytes(drawn: Drawing | Figure, kind: str, *, dpi: int = 110) -> bytes:
+    """Return a chart or a figure as a PNG, SVG or PDF: text stays text, and there is no date,
+    version or random id.
+    """
     if kind not in KINDS:
         raise InputError(f"a figure cannot be written as .{kind}", hint=f"one of {KINDS}")
     import matplotlib
 
+    figure = drawn if isinstance(drawn, Figure) else chart_figure(drawn)
     metadata: dict[str, None] = dict.fromkeys(LEFT_OUT[kind])
     made = io.BytesIO()
     with matplotlib.rc_context(

@@ -287,19 +287,19 @@ def _longest(named: Sequence[str]) -> int:
     return max((len(shown(word, most=12)) for word in named), default=0)
 
 
-def colour_key(label: str, *, low: float = 0.0, high: float = 1.0) -> Element:
-    """Return the ramp of the maps with its ends: the weight of no colour and of the strongest."""
+def colour_key(label: str) -> Element:
+    """Return the ramp of the maps with its ends: no colour is 0, the strongest 1."""
     ramp = data_uri(heatmap_png(np.linspace(0.0, 1.0, 64)[None, :]))
     size = {"x": 14, "y": 2, "width": 120, "height": 12}
     frame = {"fill": "none", "stroke": "currentColor", "stroke_opacity": "0.35"}
     return picture(
         170 + 7 * len(label),
         16,
-        f"{label}: no colour is {low:g}, the strongest {high:g}",
-        words(0, 12, f"{low:g}"),
+        f"{label}: no colour is 0, the strongest 1",
+        words(0, 12, "0"),
         el("image", **size, preserveAspectRatio="none", href=ramp),
         el("rect", **size, **frame),
-        words(140, 12, f"{high:g} {label}"),
+        words(140, 12, f"1 {label}"),
         font_family=MONO,
     )
 

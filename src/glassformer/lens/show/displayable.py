@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from glassformer.lens.show.chart import Drawing
-from glassformer.lens.show.html import capped, page
+from glassformer.lens.show.html import capped, folded, page
+from glassformer.lens.show.html import table as html_table
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import InputError
 from glassformer.spec.serialize import json_numbers
@@ -56,6 +57,12 @@ class Displayable(ABC):
     @abstractmethod
     def chart(self) -> Drawing:
         """What is drawn, as a value: `chart_svg` and `chart_figure` draw it."""
+
+    def table(self, *, heading: str = "as a table") -> str:
+        """Return the rows as an HTML table that unfolds."""
+        rows = self.rows()
+        lines = (list(row.values()) for row in rows)
+        return folded(heading, html_table(list(rows[0]), lines, caption=self.title))
 
     def figure(self) -> "Figure":
         """The chart as a figure of matplotlib."""

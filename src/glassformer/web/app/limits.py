@@ -1,8 +1,7 @@
 """Limits on what one request may ask for: sizes, counts and depths."""
 
-#: Bytes of a request's body, and how deep its JSON may nest.
+#: Bytes of a request's body.
 BODY_BYTES = 64 * 1024
-JSON_DEPTH = 32
 #: Seconds in which a body must have arrived.
 BODY_SECONDS = 10.0
 #: Bytes of a request's path with its query string.

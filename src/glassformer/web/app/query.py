@@ -14,7 +14,6 @@ from glassformer.serve.http import Refusal
 from glassformer.spec.errors import GlassError, InputError, MachineError, nearest
 from glassformer.spec.own import OwnCodeRefused
 from glassformer.spec.serialize import json_numbers
-from glassformer.web.app import limits
 
 
 class Unknown(InputError):
@@ -171,8 +170,7 @@ class Query:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object, not too deep, without NaN and Infinity."""
-    _check_depth(data)
+    """Parse a JSON object without NaN and Infinity; json itself refuses what nests too deep."""
     try:
         value = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -184,27 +182,6 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 def _no_constant(word: str) -> float:
     raise ValueError(f"{word} is no JSON")
-
-
-def _check_depth(data: bytes) -> None:
-    """Count brackets outside of strings, before anything is built from the data."""
-    depth, in_string, escaped = 0, False, False
-    for byte in data:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"[{":
-            depth += 1
-            if depth > limits.JSON_DEPTH:
-                raise InputError(f"the body nests deeper than {limits.JSON_DEPTH}")
-        elif byte in b"]}":
-            depth -= 1
 
 
 def to_json(value: Any) -> bytes:

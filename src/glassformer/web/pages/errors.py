@@ -7,7 +7,6 @@ how many those are. Numbers are those of `glass evaluate`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError, nearest
@@ -162,16 +161,8 @@ def _machine(run: Any, checkpoint: str) -> dict[str, Any]:
     found = extract(str(RunRef(str(run), str(int(checkpoint.removeprefix("step-"))))))
     return {
         "text": " ".join(found.sentences()),
-        "drawing": _tree(ElementTree.fromstring(found.svg())),
+        "drawing": found.picture().tree(),
     }
-
-
-def _tree(node: ElementTree.Element) -> list[Any]:
-    """Return a drawing of ours as the nested lists of which the page builds its nodes."""
-    inside: list[Any] = [node.text] if node.text else []
-    for each in node:
-        inside += [_tree(each), *([each.tail] if each.tail else [])]
-    return [node.tag.rpartition("}")[2], dict(node.attrib), *inside]
 
 
 def _requested(query: Query, workspace: Workspace) -> Evaluated:

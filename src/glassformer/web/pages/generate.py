@@ -8,7 +8,7 @@ at the next token.
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from glassformer.spec.decoding import StepSpec
 from glassformer.spec.errors import InputError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
     from glassformer.models.prompts import Prompts
     from glassformer.models.stepping import Stepper
+
+T = TypeVar("T")
 
 
 def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
@@ -139,13 +141,7 @@ def _generated(
     spec, tokenizer, made = ask.sampling(adapter), adapter.tokenizer, Collected()
     steps = stream(stepper, prompts, spec=spec, tokenizer=tokenizer, top_logprobs=ALTERNATIVES)
     spent = list[float]()
-    while True:
-        begin = time.perf_counter()
-        step = next(steps, None)
-        if step is None:
-            break
-        spent.append(time.perf_counter() - begin)
-        (new,) = step
+    for (new,) in _timed(steps, spent):
         made.add(new)
         yield {
             "kind": "token",
@@ -164,6 +160,15 @@ def _generated(
         }
     timing = _timing(spent, stepper.positions)
     yield {"kind": "end", "finish": made.finish, "text": made.text, **timing}
+
+
+def _timed(steps: Iterator[T], spent: list[float]) -> Iterator[T]:
+    """Yield the steps, and note the seconds that each took to make."""
+    begin = time.perf_counter()
+    for step in steps:
+        spent.append(time.perf_counter() - begin)
+        yield step
+        begin = time.perf_counter()
 
 
 def _timing(spent: list[float], positions: int) -> dict[str, Any]:
@@ -189,14 +194,7 @@ def _searched(
     spec = ask.search(adapter)
     sent, spent = 0, list[float]()
     found = Beams(())
-    steps = beam_steps(stepper, prompts, spec=spec)
-    while True:
-        begin = time.perf_counter()
-        step = next(steps, None)
-        if step is None:
-            break
-        spent.append(time.perf_counter() - begin)
-        (found,) = step
+    for (found,) in _timed(beam_steps(stepper, prompts, spec=spec), spent):
         yield {
             "kind": "tree",
             "nodes": [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from glassformer.lab.runs import table
-from glassformer.lab.runs.curves import AXES, Series, Spent, read_curves
+from glassformer.lab.runs.curves import AXES, Series
 from glassformer.lab.runs.table import duration, read_record
 from glassformer.lens.show.element import Element
 from glassformer.spec.errors import FileError, GlassError, InputError, nearest
@@ -86,45 +86,6 @@ def one_run(query: Query, workspace: Workspace) -> dict[str, Any]:
         "settings": table.settings(folder),
         "splits": {str(split)[:40]: table.number(size) for split, size in splits.items()},
     }
-
-
-def metrics(query: Query, workspace: Workspace) -> dict[str, Any]:
-    """Return a run's series from an offset of its metrics on; continue with `next` and `spent`.
-
-    `restarted`: the file was cut back meanwhile, and these are all of its points.
-    """
-    query.only("from", "max", "series", "tokens", "seconds")
-    directory = workspace.run(query.text("id"))
-    for name in ("metrics.jsonl", "alerts.jsonl"):
-        table.checked_file(directory.folder, name)
-    start = query.integer("from", low=0, high=1 << 50, default=0)
-    most = query.integer("max", low=4, high=limits.CURVE_POINTS, default=limits.CURVE_POINTS)
-    spent = Spent(
-        query.integer("tokens", low=0, high=1 << 60, default=0),
-        query.number("seconds", low=0.0, high=1e12, default=0.0),
-    )
-    curves = read_curves(directory.folder, start=start, spent=spent)
-    wanted = query.texts("series", most=40) or tuple(curves.series)
-    series = {
-        name: {part: getattr(one, part).tolist() for part in ("step", "tokens", "seconds", "value")}
-        for name, one in (
-            (name, curves.series[name].thinned(most)) for name in wanted if name in curves.series
-        )
-    }
-    return {
-        "next": curves.next,
-        "spent": {"tokens": curves.spent.tokens, "seconds": curves.spent.seconds},
-        "restarted": curves.restarted,
-        "names": list(curves.series),
-        "series": series,
-    }
-
-
-def alerts(query: Query, workspace: Workspace) -> dict[str, Any]:
-    """Return the newest alerts of a run, and the number of all."""
-    query.only()
-    curves, _ = workspace.curves.read(workspace.run(query.text("id")).folder)
-    return {"count": len(curves.alerts), "alerts": _marks(curves.alerts)}
 
 
 def _marks(alerts: Any) -> list[dict[str, Any]]:
@@ -433,8 +394,6 @@ ROUTES: tuple[Route, ...] = (
     ("GET", "/api/about", about),
     ("GET", "/api/runs", list_runs),
     ("GET", "/api/runs/{id}", one_run),
-    ("GET", "/api/runs/{id}/metrics", metrics),
-    ("GET", "/api/runs/{id}/alerts", alerts),
     ("GET", "/api/settings", settings),
     ("GET", "/api/curves", curves),
     ("GET", "/api/sweeps", list_sweeps),
