@@ -282,7 +282,8 @@ def shoot(runs: Path | None = None, *, folder: Path = IMAGES) -> Iterator[tuple[
     from glassformer.budget.design import solve
     from glassformer.budget.question import Budget
     from glassformer.lab.api import train
-    from glassformer.lab.plots.figures import design_figure
+    from glassformer.lab.plots.figures import design_chart
+    from glassformer.lens.show.chart_figure import figure_bytes
 
     with tempfile.TemporaryDirectory() as place:
         if runs is None:
@@ -300,7 +301,7 @@ def shoot(runs: Path | None = None, *, folder: Path = IMAGES) -> Iterator[tuple[
                 path.write_bytes(_fewer_colours(page.screenshot()))
                 yield path, caption if name == "inspect" else ""
     path = folder / "design.png"
-    path.write_bytes(design_figure(solve(Budget())))
+    path.write_bytes(figure_bytes(design_chart(solve(Budget())), "png", dpi=90))
     yield path, ""
 
 

@@ -53,9 +53,8 @@ def test_the_terminal_says_what_the_lens_computes(glass, runs):
     best = seen.ranking().rows()[0]
     assert f"attention {best['head']} (of all heads, ablating it changes most" in out
     assert f"{best['effect']:+.4f}" in out
-    for name in seen.lens.row_names:
-        word, share = seen.lens.top(None, 1, row=name)[0]
-        assert f"  {name:<10}{word:>16} {share:7.2%}" in out
+    for line in seen.lens.lines(seen.readout.position):
+        assert line in out
     assert f"{float(seen.norms.residual[0, -1]):.2f}" in out
 
 

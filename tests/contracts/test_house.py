@@ -423,7 +423,6 @@ ONE_IMPORTER = {
     "web.pages.design": "a page with its routes; the server is the table",
     "web.pages.errors": "a page with its routes; the server is the table",
     "web.pages.generate": "a page with its routes; the server is the table",
-    "web.pages.generate_relay": "another source of that page's lines: a server's stream",
     "web.pages.inspect_results": "what that page shows, as JSON",
     "web.pages.model": "a page with its routes; the server is the table",
     "web.pages.quantize": "a page with its routes; the server is the table",

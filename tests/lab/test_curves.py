@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from glassformer.lab.runs.curves import AlertMark, read_curves
-from glassformer.lab.runs.metrics_file import MOST, extremes, smooth
+from glassformer.lab.runs.curves import MOST, AlertMark, extremes, read_curves, smooth
 from glassformer.spec.errors import FileError, InputError
 from tests.lab.runs import sample, trained
 from tests.planting import Binary, Call, catches

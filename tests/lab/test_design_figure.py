@@ -5,11 +5,12 @@ from dataclasses import replace
 from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.budget.question import Budget
 from glassformer.lab.budget_report import design
-from glassformer.lab.plots.figures import design_figure
+from glassformer.lab.plots.figures import design_chart
+from glassformer.lens.show.chart_figure import figure_bytes
 
 
 def test_the_figure_is_a_png():
-    picture = design_figure(design("300k", 2000, length=64, heads=4))
+    picture = figure_bytes(design_chart(design("300k", 2000, length=64, heads=4)), "png")
     assert picture.startswith(b"\x89PNG")
     assert 10_000 < len(picture) < 200_000
 

@@ -17,7 +17,7 @@ from glassformer.web.app import limits
 from glassformer.web.app.query import Busy, Query, TooLarge, Unknown, to_json
 from glassformer.web.app.workspace import Workspace
 from glassformer.web.pages import generate as page
-from glassformer.web.pages.generate_form import BEAM_TOKENS
+from glassformer.web.pages.generate import BEAM_TOKENS
 
 
 def said(lab: Workspace, **body: Any) -> list[dict[str, Any]]:

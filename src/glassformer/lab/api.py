@@ -191,7 +191,8 @@ def open_run(
             f"{type(what).__name__} is neither a task's name, nor a config file, nor a RunSpec",
             hint='a task of your own is named by its file: gf.train("my_task.py:MyTask")',
         )
-    folder = run_folder(runs, _name(what) if name is None else name)
+    usual = "run" if isinstance(what, RunSpec) else usual_name(str(what))
+    folder = run_folder(runs, usual if name is None else name)
     if peers is None:  # of several processes, one may have the lock already
         RunDirectory(folder).check_free()
     exists = resume and (folder / "config.json").is_file()
@@ -252,10 +253,6 @@ def resumed_spec(folder: Path, what: str | Path | RunSpec, overrides: list[str])
             hint="leave it out, or start a run of another {--name|name}",
         )
     return override(spec, [text for text in overrides if text.startswith("train.steps=")])
-
-
-def _name(what: str | Path | RunSpec) -> str:
-    return "run" if isinstance(what, RunSpec) else usual_name(str(what))
 
 
 # --- evaluation -----------------------------------------------------------------------------------

@@ -115,6 +115,28 @@ class Bar:
                 print(text, file=sys.stderr, flush=True)
 
 
+class PartsBar:
+    """A bar with the part of the work that runs; in a log, a line now and then."""
+
+    def __init__(self, title: str) -> None:
+        self.bar = Bar(title, total=1)
+
+    def __enter__(self) -> Self:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.bar.__exit__(*raised)
+
+    def show(self, part: str, done: int, total: int) -> None:
+        """Show how many parts are done, and which begins."""
+        if self.bar.total != total:
+            self.bar.resize(total)
+        self.bar.show(done, part)
+        if self.bar.is_due():
+            self.bar.tell(f"{self.bar.title}: {done} of {total} done; now: {part}")
+
+
 def clock(seconds: float) -> str:
     """Format seconds: 0:07, 12:30, 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)

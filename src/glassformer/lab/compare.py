@@ -5,11 +5,10 @@ are paired: the difference of each pair removes what both share. A difference ha
 two seeds or more allow one, and says so where they do not.
 """
 
-import html
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, Literal
@@ -23,12 +22,16 @@ from glassformer.lab.runs.table import (
     same_but_seed,
     settings,
 )
+from glassformer.lens.show import html
+from glassformer.lens.show.text import cut
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.errors import FileError, InputError, nearest
 
 #: Settings in the terminal, and characters that a value needs to be worth a column.
 LISTED, NARROW = 30, 10
 SEED = "train.seed"
+#: The two tables, and their titles.
+SECTIONS = {"setting": "settings that differ", "result": "results"}
 #: Results by their key in a run's row: title, and whether smaller is better.
 RESULTS = {
     "val_loss": "validation loss",
@@ -100,10 +103,9 @@ class RunComparison:
         parts = []
         if not self.settings:
             parts.append("the settings of these runs are the same")
-        for section in ("setting", "result"):
+        for section, title in SECTIONS.items():
             lines = [(name, values) for kind, name, values in self.rows() if kind == section]
             if lines:
-                title = "settings that differ" if section == "setting" else "results"
                 table = _table(title, self.runs, lines[:LISTED], width=width)
                 more = len(lines) - LISTED
                 parts.append(table + (f"\nand {more} more, all in -o FILE" if more > 0 else ""))
@@ -119,10 +121,7 @@ class RunComparison:
             "settings": {k: list(v) for k, v in self.settings.items()},
             "results": {k: list(v) for k, v in self.results.items()},
             "groups": [list(group) for group in self.groups],
-            "differences": [
-                {name: getattr(one, name) for name in Difference.__slots__}
-                for one in self.differences
-            ],
+            "differences": [asdict(one) for one in self.differences],
         }
 
     def to_json(self) -> str:
@@ -137,32 +136,24 @@ class RunComparison:
 
     def html(self) -> str:
         """Return a page without scripts that needs nothing from elsewhere."""
-        return _PAGE.format(title=html.escape(" and ".join(self.runs)), body=self._repr_html_())
+        title = " and ".join(self.runs)
+        return html.page(title, f"<h1>{html.escape_line(title)}</h1>{self._repr_html_()}")
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(run)}</th>" for run in self.runs)
-        body, last = [], ""
-        for section, name, values in self.rows():
-            if section != last:
-                title = "settings that differ" if section == "setting" else "results"
-                body.append(f"<tr><th colspan={len(self.runs) + 1}>{title}</th></tr>")
-                last = section
-            cells = "".join(f"<td>{html.escape(_plain(value))}</td>" for value in values)
-            body.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
-        notes = "".join(f"<p>{html.escape(one.text())}</p>" for one in self.differences)
-        table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
-        return f"{table}</table>{notes}"
+        parts = []
+        for kind, title in SECTIONS.items():
+            lines = [
+                [name, *map(_plain, values)]
+                for section, name, values in self.rows()
+                if section == kind
+            ]
+            if lines:
+                parts.append(html.table(["", *self.runs], lines, caption=title))
+        parts += [f"<p>{html.escape_line(one.text())}</p>" for one in self.differences]
+        return "".join(parts)
 
     def __repr__(self) -> str:
         return self.text()
-
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;
-max-width:70rem;padding:0 1rem;overflow-x:auto}}table{{border-collapse:collapse}}
-td,th{{padding:.25rem .75rem;text-align:left;border-bottom:1px solid #8884}}
-td+td{{font-variant-numeric:tabular-nums}}</style><h1>{title}</h1>{body}</html>
-"""
 
 
 def compare(*names: str | Path, runs: str | Path = "runs") -> RunComparison:
@@ -266,8 +257,10 @@ def _difference(
     seeds = min(len(ours), len(theirs))
     if len(shared) >= 2:
         pairs = [ours[seed] - theirs[seed] for seed in shared]
+        from glassformer.lab.sweeps.ranking import t_quantile  # imports NumPy
+
         how, seeds, mean = "paired", len(shared), fmean(pairs)
-        margin = _t_quantile(len(pairs) - 1) * math.sqrt(variance(pairs) / len(pairs))
+        margin = t_quantile(len(pairs) - 1) * math.sqrt(variance(pairs) / len(pairs))
     elif seeds >= 2:
         how, margin = "unpaired", _welch(list(ours.values()), list(theirs.values()))
     return Difference(
@@ -329,7 +322,7 @@ def _table(
     """Lay out names and values in columns; each run on a line of its own where they do not fit."""
     first = max(len(title), *(len(name) for name, _ in lines))
     room = max(NARROW, (width - first) // len(runs) - 2)
-    rows = [(name, [_cut(_plain(value), room) for value in values]) for name, values in lines]
+    rows = [(name, [cut(_plain(value), room) for value in values]) for name, values in lines]
     columns = [max(len(run), *(len(values[i]) for _, values in rows)) for i, run in enumerate(runs)]
     if first + sum(column + 2 for column in columns) <= width:
         head = "".join(f"  {run:>{w}}" for run, w in zip(runs, columns, strict=True))
@@ -345,18 +338,7 @@ def _table(
     return "\n".join(made)
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
 def _wrapped(text: str, width: int) -> list[str]:
     import textwrap
 
     return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
-
-
-def _t_quantile(freedom: int) -> float:
-    """Return Student's t of the intervals; NumPy is imported where two runs were found."""
-    from glassformer.lab.sweeps.ranking import t_quantile
-
-    return t_quantile(freedom)

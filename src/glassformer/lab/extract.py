@@ -271,7 +271,10 @@ class Extraction:
             "true_states": self.true.n_states,
             "difference": None if self.difference is None else list(self.difference),
             "probability_error": self.probability_error,
-            "fidelity": {one.split: _without(one, "split") for one in self.fidelity},
+            "fidelity": {
+                one.split: {k: v for k, v in asdict(one).items() if k != "split"}
+                for one in self.fidelity
+            },
             "disagreement": None
             if found is None
             else asdict(found) | {"string": list(found.string)},
@@ -310,11 +313,6 @@ class Extraction:
         target = Path(path)
         target.write_bytes(self.encoded(target.suffix.lower().removeprefix(".")))
         return target
-
-
-def _without(node: Any, name: str) -> dict[str, Any]:
-    """Return the fields of a dataclass but for one."""
-    return {key: value for key, value in asdict(node).items() if key != name}
 
 
 def _string(words: Sequence[str]) -> str:

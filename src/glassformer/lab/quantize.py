@@ -8,8 +8,8 @@ quantized, and layers that would be slower on this machine may stay float.
 """
 
 import copy
+import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from glassformer.data.tasks.text import read_corpus
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.lab.measure.precision import Comparison, compare
+from glassformer.lab.measure.precision import Comparison, compare, interleaved
 from glassformer.lab.next_steps import example_prompt, model_prompt
 from glassformer.lab.recipes import built_task
 from glassformer.lab.runs.assemble import assemble
@@ -134,27 +134,25 @@ def _both_ways(
     else:
         layer = QuantizedLinear(tensor, None, backend=backend)
     sides = (lambda: F.linear(x_MI, weight_OI), lambda: layer.times(x_MI, None))
-    inner = [_calls_a_round(side) for side in sides]
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for side, calls, taken in zip(sides, inner, times, strict=True):
-            taken.append(_timed(side, calls))
-    float_ms, quantized_ms = (statistics.median(taken) * 1e3 for taken in times)
+    counts = [_calls_a_round(side) for side in sides]
+    rounds = [functools.partial(_repeat, side, n) for side, n in zip(sides, counts, strict=True)]
+    float_ms, quantized_ms = (
+        statistics.median(taken) / n * 1e3
+        for taken, n in zip(interleaved(rounds, rounds=ROUNDS), counts, strict=True)
+    )
     return float_ms, quantized_ms
 
 
 def _calls_a_round(side: Callable[[], Tensor]) -> int:
-    side()
-    return max(1, min(200, int(ROUND_SECONDS / max(1e-7, _timed(side, 1)))))
+    _repeat(side, 1)
+    (once,) = interleaved([functools.partial(_repeat, side, 1)], rounds=1)
+    return max(1, min(200, int(ROUND_SECONDS / max(1e-7, once[0]))))
 
 
-def _timed(side: Callable[[], Tensor], calls: int) -> float:
-    """Return seconds per call."""
-    begin = time.perf_counter()
+def _repeat(side: Callable[[], Tensor], calls: int) -> None:
     for _ in range(calls):
         out = side()
     float(out[0, 0])  # waits for a GPU to finish
-    return (time.perf_counter() - begin) / calls
 
 
 # --- a folder into another one -------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from glassformer.lab.runs.table import RunTable
 from glassformer.lab.runs.table import runs as list_runs
 from glassformer.lens.show.outline import counted, model_lines
+from glassformer.lens.show.text import cut
 from glassformer.spec.disk import small_text
 from glassformer.spec.errors import FileError, InputError, nearest
 from glassformer.spec.manifest import count_parameters
@@ -211,7 +212,7 @@ class Catalogue:
         parts = []
         for title, names in groups.items():
             room = max(20, width - longest - 4)
-            lines = (f"  {name:<{longest}}  {_cut(text, room)}" for name, text in names.items())
+            lines = (f"  {name:<{longest}}  {cut(text, room)}" for name, text in names.items())
             parts.append("\n".join([title, *lines]))
         if self.runs:
             table = "\n".join(f"  {row}" for row in self.runs.text(width=width - 2).split("\n"))
@@ -240,10 +241,6 @@ def catalogue(runs: str | Path = "runs") -> Catalogue:
         suites=SUITE_SUMMARIES,
         runs=list_runs(runs),
     )
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
 
 
 # --- words ----------------------------------------------------------------------------------------

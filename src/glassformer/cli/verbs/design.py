@@ -114,6 +114,7 @@ def _draw(answer: "Answer", path: Path) -> None:
     """Write a PNG of the allocation and the landscape of ratio and expansion."""
     if path.suffix != ".png":
         raise InputError(f"--png {path} is not a .png", hint=f"--png {path.with_suffix('.png')}")
-    from glassformer.lab.plots.figures import design_figure
+    from glassformer.lab.plots.figures import design_chart
+    from glassformer.lens.show.chart_figure import figure_bytes
 
-    write_file(path, design_figure(answer))
+    write_file(path, figure_bytes(design_chart(answer), "png", dpi=90))

@@ -214,9 +214,8 @@ def _map_to_show(
 
 
 ENDINGS = ("png", "svg", "html", "json")
-#: Characters of the longest bar; heads in the list; words of a column's name, from wide to narrow.
-BAR, RANKED = 30, 8
-COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
+#: Characters of the longest bar.
+BAR = 30
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -242,7 +241,7 @@ def _lines(result: Shown, *, width: int) -> Iterator[str]:
     yield ""
     yield f"attention {result.map.title} ({result.why})"
     yield f"each row shows what that token attends to: {legend(shades)}"
-    yield _map_text(result.map, shades=shades, width=width)
+    yield result.map.drawn(width=width, shades=shades)
     if result.against is not None:
         yield ""
         yield from _against(result.against, inspection, result.position)
@@ -262,10 +261,7 @@ def _lines(result: Shown, *, width: int) -> Iterator[str]:
         yield f"  target {shown(target[1])}: loss {loss:.4f}"
     yield ""
     yield f"logit lens at position {result.position}: what it would predict after each sublayer"
-    for number, name in enumerate(inspection.lens.row_names):
-        best = inspection.lens.top(result.position, 1, row=name)[0]
-        apart = float(inspection.lens.kl[number, result.position])
-        yield f"  {name:<10}{shown(best[0], most=16):>16} {best[1]:7.2%}  KL to the end {apart:.4f}"
+    yield from inspection.lens.lines(result.position)
     yield ""
     yield f"norms at position {result.position}"
     yield from _norms(inspection, result.position)
@@ -273,7 +269,8 @@ def _lines(result: Shown, *, width: int) -> Iterator[str]:
         yield ""
         yield from inspection.experts.text().splitlines()
     yield ""
-    yield from _ranking(result.ranking)
+    none = "every head is ablated: there is none left to rank"
+    yield none if result.ranking is None else result.ranking.text()
 
 
 def _against(against: Against, inspection: "Inspection", position: int) -> Iterator[str]:
@@ -285,25 +282,6 @@ def _against(against: Against, inspection: "Inspection", position: int) -> Itera
     loss = "" if compared.loss != compared.loss else f"loss there {compared.loss:.4f}   "
     yield f"  {loss}KL(there || here) {compared.kl:.4f}"
     yield against.difference.text()
-
-
-def _map_text(chosen: "AttentionMap", *, shades: str, width: int) -> str:
-    """Draw the map with names as long as the line allows; list its strongest cells otherwise."""
-    from glassformer.lens.show.text import heatmap_text, shown
-
-    rows = [shown(word, most=12) for word in chosen.rows_words]
-    for most in COLUMN_WIDTHS:
-        columns = [shown(word, most=most) for word in chosen.columns_words]
-        picture_text = heatmap_text(chosen.tensor, rows=rows, columns=columns, shades=shades)
-        if max(map(len, picture_text.split("\n"))) <= width:
-            return picture_text
-    queries, keys = chosen.rows_words, chosen.columns_words
-    lines = [
-        f"  {weight:6.3f}  {t}:{shown(queries[t])} -> {s}:{shown(keys[s])}"
-        for t, s, weight in chosen.peaks(12)
-    ]
-    size = " x ".join(map(str, chosen.tensor.shape))
-    return "\n".join([f"the map of {size} does not fit {width} columns; its strongest:", *lines])
 
 
 def _bars(inspection: "Inspection", position: int, top: int, *, sign: str) -> Iterator[str]:
@@ -320,19 +298,6 @@ def _norms(inspection: "Inspection", position: int) -> Iterator[str]:
     for part, values_LT in inspection.norms.parts_by_name().items():
         values = values_LT[:, position].tolist()
         yield f"  {part:<9} " + "  ".join(f"L{i} {value:.2f}" for i, value in enumerate(values))
-
-
-def _ranking(ranking: "Ranking | None") -> Iterator[str]:
-    if ranking is None:
-        yield "every head is ablated: there is none left to rank"
-        return
-    yield ranking.title
-    for row in ranking.rows()[:RANKED]:
-        change = row["loss_change"]
-        loss = "" if change is None else f"loss {change:+.4f}   "
-        yield f"  {row['head']:<14}{loss}KL {row['kl']:.4f}"
-    if len(ranking.heads) > RANKED:
-        yield f"  and {len(ranking.heads) - RANKED} more with less"
 
 
 # --- for scripts and files ------------------------------------------------------------------------

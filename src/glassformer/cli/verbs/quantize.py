@@ -164,11 +164,11 @@ def _method(rounding: Rounding, texts: Texts) -> str | None:
 
 def _run(path: str, wish: "Wish", *, out: Path, as_json: bool) -> None:
     """Quantize, and print the comparison."""
-    from glassformer.cli.shell.progress import Progress
+    from glassformer.lab.bar import PartsBar
     from glassformer.lab.next_steps import after_quantizing
     from glassformer.lab.quantize import quantize_folder
 
-    with warnings.catch_warnings(record=True) as caught, Progress(out.name) as progress:
+    with warnings.catch_warnings(record=True) as caught, PartsBar(out.name) as progress:
         warnings.simplefilter("always")
         outcome = quantize_folder(
             path, out, wish, watch=_tell_step, progress=progress.show, say=tell

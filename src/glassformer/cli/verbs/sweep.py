@@ -229,14 +229,9 @@ def _print_plan(
         seconds = predicted_seconds(plan, planner, calibrate(device=device, seconds=0.8))
     total = sum(seconds.values()) * plan.sweep.seeds
     if as_json:
+        named = ("name", "settings", "parameters", "notes")
         cells = [
-            {
-                "name": cell.name,
-                "settings": dict(cell.settings),
-                "parameters": cell.parameters,
-                "notes": list(cell.notes),
-                "seconds": round(seconds[cell.index], 2),
-            }
+            {key: getattr(cell, key) for key in named} | {"seconds": round(seconds[cell.index], 2)}
             for cell in plan.cells
         ]
         found = {"cells": cells, "seeds": plan.sweep.seeds, "seconds": round(total, 1)}

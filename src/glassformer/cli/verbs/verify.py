@@ -94,9 +94,9 @@ def verify(
         raise InputError(f"{named} is for a model on disk", hint="name a run or a model folder")
     one_blas_thread()
     older = _older_of(against)  # a bad file is refused before the checks run
-    from glassformer.cli.shell.progress import Progress
+    from glassformer.lab.bar import PartsBar
 
-    with Progress(model or "glassformer") as progress:
+    with PartsBar(model or "glassformer") as progress:
         report = _certificate(place, checks, name=model or "", watch=progress.show)
     _show(report, files, as_json=as_json, older=older)
     if report.failed if older is None else report.new_failures(older):
@@ -165,12 +165,8 @@ def _show(report: "Report", files: Files, *, as_json: bool, older: dict[str, Any
         changed = {} if changes is None else {"changes": changes}
         print(json.dumps({**report.to_dict(), **changed}, allow_nan=False))
         return
-    typer.echo(report.text(in_colour if sys.stdout.isatty() else _plain))
+    typer.echo(report.text(in_colour if sys.stdout.isatty() else lambda text, _: text))
     if changes is not None:
         typer.echo("\nsince the older certificate")
         for line in changes or ["nothing changed"]:
             typer.echo(f"  {line}")
-
-
-def _plain(text: str, verdict: str) -> str:
-    return text

@@ -368,7 +368,8 @@ def evaluate(
         logits = None if truth is None else engine.logits(batch)
         judged = engine.judge(batch) if logits is None else judge_logits(logits, batch)
         if tally is None:
-            tally = _Tally(_primary(engine, batch))
+            heads = engine.spec.head_names()
+            tally = _Tally(next(head for head in heads if head in batch.targets))
         exact, asked = tally.add(batch, judged)
         tally.add_groups(task.groups(split, rows), exact, asked)
         answers = judged[tally.primary].predicted
@@ -405,31 +406,22 @@ def _mistake(
     before it; of running text only the first wrong token. `right_probability` is what the right
     token had where the first wrong one was predicted, `wrong` and `of` count tokens.
     """
-    named = token_namer(task, head)
-    target, nll = batch.targets[head][row], np.atleast_1d(judged[head].nll[row])
-    predicted = judged[head].predicted[row]
-    tokens = batch.tokens[row][batch.valid[row]].tolist()
+    target, predicted = batch.targets[head][row], judged[head].predicted[row]
     counted = np.atleast_1d(loss_weights(batch, head)[row] > 0)
     wrong = np.flatnonzero(counted & np.atleast_1d(predicted != target))
     first = int(wrong[0])
-    share = float(np.exp(-nll[first]))
-    facts = {"right_probability": share, "wrong": len(wrong), "of": int(counted.sum())}
-    if target.ndim == 0:
-        one = {"target": [named(int(target))], "predicted": [named(int(predicted))]}
-        return {"input": task.tokenizer.decode(tokens), **one, **facts}
-    if batch.source is None:
-        until = int(batch.valid[row][: first + 1].sum())
-        text = task.tokenizer.decode(tokens[max(0, until - BEFORE) : until])
-        pair = {"target": [named(int(target[first]))], "predicted": [named(int(predicted[first]))]}
-        return {"input": text, **pair, **facts}
+    told = _far(task, batch, head, judged[head], row, first)
+    told |= {"wrong": len(wrong), "of": int(counted.sum())}
+    if target.ndim == 0 or batch.source is None:
+        return told
+    named = token_namer(task, head)
     source = batch.source.tokens[row][batch.source.valid[row]].tolist()
     kept = np.flatnonzero(counted)
     kept = kept[max(0, int(np.searchsorted(kept, first)) - TOKENS // 2) :][:TOKENS]
-    return {
+    return told | {
         "input": task.tokenizer.decode(source),
         "target": [named(int(target[t])) for t in kept],
         "predicted": [named(int(predicted[t])) for t in kept],
-        **facts,
     }
 
 
@@ -522,10 +514,6 @@ def in_order(by_label: Mapping[str, Value]) -> list[tuple[str, Value]]:
 def _chunks(count: int, size: int) -> Iterator[NDArray[np.int64]]:
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count), dtype=np.int64)
-
-
-def _primary(engine: Engine, batch: Batch) -> str:
-    return next(head for head in engine.spec.head_names() if head in batch.targets)
 
 
 def _evaluation(tally: _Tally, task: Task, split: str, count: int) -> Evaluation:

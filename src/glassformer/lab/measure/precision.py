@@ -430,17 +430,24 @@ def speed(
     sides = [make(model) for model in (full, small)]
     for call, _ in sides:
         call()
-    times: list[list[float]] = [[], []]
-    for _ in range(ROUNDS):
-        for taken, (call, _) in zip(times, sides, strict=True):
+    before, after = interleaved([call for call, _ in sides], rounds=ROUNDS)
+    ratio = statistics.median(b / a for a, b in zip(before, after, strict=True))
+    full_rate, small_rate = (
+        tokens / statistics.median(taken)
+        for taken, (_, tokens) in zip((before, after), sides, strict=True)
+    )
+    return Speed((full_rate, small_rate), ratio)
+
+
+def interleaved(calls: Sequence[Callable[[], Any]], *, rounds: int) -> list[list[float]]:
+    """Return the seconds that each call took, every round one after the other."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for taken, call in zip(times, calls, strict=True):
             begin = time.perf_counter()
             call()
             taken.append(time.perf_counter() - begin)
-    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
-    rates = [
-        tokens / statistics.median(taken) for taken, (_, tokens) in zip(times, sides, strict=True)
-    ]
-    return Speed((rates[0], rates[1]), ratio)
+    return times
 
 
 def _tokens(model: Model, length: int) -> Tensor:

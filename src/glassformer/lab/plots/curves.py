@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from glassformer.lab.runs.curves import Curves, Series
-from glassformer.lab.runs.metrics_file import MOST, default_span
+from glassformer.lab.runs.curves import MOST, Curves, Series, default_span
 from glassformer.lens.show.chart import Line, Lines, Mark, Panels, scale_of
 from glassformer.spec.errors import InputError
 

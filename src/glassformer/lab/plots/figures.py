@@ -10,20 +10,20 @@ on a circle. Text is `currentColor`, so that the drawing follows the page around
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from glassformer.budget.answer import Answer
 from glassformer.budget.design import EXPANSIONS, RATIOS, drift, landscape
 from glassformer.budget.question import Budget
-from glassformer.costs.parameter_table import allocate
+from glassformer.costs.parameter_table import parameter_table
 from glassformer.data.automata.machine import Machine
 from glassformer.lab.measure.evaluate import READINGS, ROWS, Table, order, shares
-from glassformer.lens.show.chart import Grid, Line, Lines, Panels
+from glassformer.lens.show.chart import Bars, Grid, Line, Lines, Panels
 from glassformer.lens.show.chart_text import chart_text
 from glassformer.lens.show.element import Element, el, picture
-from glassformer.lens.show.palette import COLOURS, SERIES, SERIES_ON_EITHER
+from glassformer.lens.show.palette import SERIES_ON_EITHER
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import InputError
 
@@ -93,51 +93,17 @@ def lr_text(found: "RateRange", *, width: int = 80, unicode: bool = True) -> str
 MOST_DRIFT = 5.0
 
 
-def design_figure(answer: Answer) -> bytes:
-    """Return a PNG: the allocation as a bar, the landscape as a grid of layers x d_model."""
-    from glassformer.lens.show.chart_figure import Picture, draw_chart, figure_bytes
-
-    figure = Picture(figsize=(10.5, 5.2), layout="constrained")
-    bar, grid = figure.subplots(1, 2, width_ratios=(1, 4))
-    _draw_allocation(bar, answer)
-    draw_chart(figure, grid, landscape_chart(answer.budget))
-    figure.suptitle(str(answer.best), fontsize=9)
-    return figure_bytes(figure, "png", dpi=90)
-
-
-#: The colours of the parts, as on the page Design: token, position, head, attention, FFN, norms.
-PARTS = (0, 1, 2, 4, 6, 7)
-
-
-def _draw_allocation(axes: Any, answer: Answer) -> None:
-    found = allocate(answer.spec)
-    layers = {
-        name: found.n_layers * count
-        for name, count in (
-            ("attention", found.per_layer["attention"]),
-            ("feed-forward", found.per_layer["ffn"]),
-        )
-    }
-    rest = found.n_layers * found.per_layer["norm"] + found.final_norm
-    parts = {"token embedding": found.token, "position": found.position, "head": found.head}
-    parts |= {**layers, "norms": rest}
-    low = 0
-    for number, (name, count) in enumerate(parts.items()):
-        axes.bar(0, count, bottom=low, width=0.6, color=SERIES[PARTS[number]])
-        share, middle = count / found.total, low + count / 2
-        if share >= 0.03:
-            text = f"{name}\n{share:.1%}"
-            axes.text(0, middle, text, ha="center", va="center", fontsize=7.5, color="white")
-        elif share >= 0.001:  # too thin for a label inside
-            text = f"{name}\n{share:.1%}"
-            axes.text(0.33, middle, text, va="center", fontsize=7, color=SERIES[PARTS[number]])
-        low += count
-    axes.axhline(answer.best.target, color=COLOURS["ink"].light, linewidth=0.8, linestyle="--")
-    axes.set_xlim(-0.35, 0.62)
-    axes.set_xticks([])
-    axes.yaxis.set_major_formatter(lambda count, _: f"{count / 1e6:g}M")
-    axes.set_ylabel("parameters (dashed: the target)")
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+def design_chart(answer: Answer) -> Panels:
+    """Return the allocation as bars, and the landscape as a grid of layers x d_model."""
+    *parts, total = parameter_table(answer.spec)
+    bars = Bars(
+        title=f"{total.parameters:,} parameters; the target is {answer.best.target:,}",
+        names=tuple(f"{part.component} {part.share:.1%}" for part in parts),
+        values=tuple(float(part.parameters) for part in parts),
+        form=",.0f",
+    )
+    charts = (bars, landscape_chart(answer.budget))
+    return Panels(charts=charts, columns=2, title=str(answer.best))
 
 
 def landscape_chart(budget: Budget) -> Grid:

@@ -5,10 +5,10 @@ it is passed on. Listing a run opens three files and reads a bounded number of b
 torch or NumPy. Tags are in tags.json, beside the record that training writes.
 """
 
+import contextlib
 import fnmatch
 import functools
 import json
-import math
 import operator
 import os
 import re
@@ -28,9 +28,11 @@ from glassformer.store.rundir import RunDirectory, run_folder
 
 #: A run that claims to be running and has written nothing for this long is shown as stalled.
 SILENCE_SECONDS = 60.0
-#: Points of a sparkline, and bytes read for each: longer than a line of metrics.jsonl.
+#: Points of a sparkline, and bytes read for each: at least a complete line of metrics.jsonl.
 SPARKS = 24
-SPARK_BYTES = 768
+SPARK_BYTES = 1536
+#: Steps beyond this are no run's.
+LARGEST_STEP = 10**15
 #: Bytes at the end of metrics.jsonl that are searched for the newest evaluation.
 TAIL_BYTES = 64 * 1024
 #: Numbers in a record beyond this are not passed on.
@@ -40,8 +42,6 @@ RECORD_BYTES = 4 * 1024 * 1024
 REMEMBERED = 4_000
 #: Tags of a run, and characters of one.
 TAGS, TAG = 20, re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}")
-_LOSS = re.compile(rb'\n\{"step": \d+, "loss": (-?\d[0-9.eE+-]{0,30}),')
-_STEP = re.compile(rb'^\{"step": (\d{1,15}),', re.MULTILINE)
 
 
 class OutsideRun(InputError):
@@ -213,43 +213,35 @@ def _cached_glance(folder: Path, tail_bytes: int, size: int, _written: int) -> _
     try:
         path = checked_file(folder, "metrics.jsonl")
         with open(path, "rb", opener=_without_blocking) as file:
-            number = file.fileno()
-            tail = os.pread(number, tail_bytes, max(0, size - tail_bytes))
+            handle = file.fileno()
+            tail = os.pread(handle, tail_bytes, max(0, size - tail_bytes))
             spread = max(0, size - SPARK_BYTES) / (SPARKS - 1)
             offsets = sorted({int(i * spread) for i in range(SPARKS)})
-            parts = [(at, os.pread(number, SPARK_BYTES, at)) for at in offsets]
+            parts = [(at, os.pread(handle, SPARK_BYTES, at)) for at in offsets]
     except (OSError, OutsideRun):
         return _Glance()
-    lines = tail[: tail.rfind(b"\n") + 1]  # complete ones
-    steps = _STEP.findall(lines)
-    losses: dict[int, float] = {}  # by offset: in a short file the same line is read twice
+    newest = [*_entries(tail, begins=len(tail) == size)]
+    losses: dict[int, float] = {}
     for at, part in parts:
-        match = _LOSS.search(part if at else b"\n" + part)
-        if match:
-            losses[at + match.start() + (1 if at else 0)] = _float(match[1])
+        for entry in _entries(part, begins=not at):
+            if (loss := number(entry.get("loss"))) is not None:
+                losses.setdefault(entry["step"], float(loss))
+                break
     return _Glance(
-        step=int(steps[-1]) if steps else 0,
-        val=_last_val(lines),
-        sparks=tuple(loss for loss in losses.values() if math.isfinite(loss)),
+        step=newest[-1]["step"] if newest else 0,
+        val=next((e["val"] for e in reversed(newest) if isinstance(e.get("val"), dict)), {}),
+        sparks=tuple(losses.values()),
     )
 
 
-def _float(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:  # 1.2.3
-        return math.nan
-
-
-def _last_val(lines: bytes) -> dict[str, Any]:
-    for line in reversed(lines.split(b"\n")):
-        if b'"val": {' in line:
-            try:
-                val = json.loads(line)["val"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # cut off at the front, or not ours
-            return val if isinstance(val, dict) else {}
-    return {}
+def _entries(part: bytes, *, begins: bool) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of a piece of the file that can be read; `begins`: with a line."""
+    lines = part.split(b"\n")[:-1]
+    for line in lines if begins else lines[1:]:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            entry = json.loads(line)
+            if type(entry["step"]) is int and 0 <= entry["step"] < LARGEST_STEP:
+                yield entry
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -377,7 +369,7 @@ class RunTable(Sequence[Mapping[str, Any]]):
         def cell(value: Any) -> Any:
             return " ".join(value) if isinstance(value, list) else value
 
-        return csv_text(list(COLUMNS), [[cell(value) for value in _values(row)] for row in self])
+        return csv_text(list(COLUMNS), [[cell(row.get(name)) for name in COLUMNS] for row in self])
 
     def __repr__(self) -> str:
         return self.text() if self.rows else "no runs"
@@ -391,10 +383,6 @@ class RunTable(Sequence[Mapping[str, Any]]):
             for row in self
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _values(row: Mapping[str, Any]) -> list[Any]:
-    return [row.get(key) for key in COLUMNS]
 
 
 def _cell(key: str, row: Mapping[str, Any]) -> str:

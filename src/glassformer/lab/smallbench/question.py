@@ -199,7 +199,6 @@ class Exam:
     """
 
     name: str
-    asks: str
     make: Callable[[np.random.Generator], Group]
     solve: Callable[[str, tuple[str, ...]], str]
     opens: bool

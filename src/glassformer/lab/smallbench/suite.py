@@ -47,6 +47,7 @@ STATES = 3
 
 
 def _copy(rng: np.random.Generator) -> Group:
+    """Ask which word ends a line of `SPAN` words that was begun again."""
     words = drawn(rng, WORDS, K * SPAN)
     starts = [words[i * SPAN : (i + 1) * SPAN - 1] for i in range(K)]
     ends = words[SPAN - 1 :: SPAN]
@@ -71,6 +72,7 @@ def _solve_copy(context: str, choices: tuple[str, ...]) -> str:
 
 
 def _recall(rng: np.random.Generator) -> Group:
+    """Ask which of `K` values belongs to a key."""
     words = drawn(rng, WORDS, 2 * K)
     keys, values = words[:K], words[K:]
     questions = []
@@ -89,6 +91,7 @@ def _solve_recall(context: str, choices: tuple[str, ...]) -> str:
 
 
 def _induction(rng: np.random.Generator) -> Group:
+    """Ask which letter followed this one before."""
     letters = drawn(rng, LETTERS, 2 * K)
     keys, values = letters[:K], letters[K:]
     questions = []
@@ -140,36 +143,6 @@ def _solve_machine(context: str, choices: tuple[str, ...]) -> str:
     return f" {state}"
 
 
-COPY = Exam(
-    name="copy",
-    asks=f"which word ends a line of {SPAN} that was begun again",
-    make=_copy,
-    solve=_solve_copy,
-    opens=True,
-)
-RECALL = Exam(
-    name="recall",
-    asks=f"which of {K} values belongs to a key",
-    make=_recall,
-    solve=_solve_recall,
-    opens=True,
-)
-INDUCTION = Exam(
-    name="induction",
-    asks="which letter followed this one before",
-    make=_induction,
-    solve=_solve_induction,
-    opens=True,
-)
-MACHINE = Exam(
-    name="fsm",
-    asks=f"where a machine of {STATES} states is after two symbols, its table being given",
-    make=_machine,
-    solve=_solve_machine,
-    opens=True,
-)
-
-
 #: Singular and plural.
 NOUNS = (
     ("the value", "the values"),
@@ -201,6 +174,7 @@ PREPOSITIONS = ("near", "of", "with", "behind", "in", "for", "from", "by")
 
 
 def _agreement(rng: np.random.Generator) -> Group:
+    """Ask which verb agrees with the subject, another noun standing between."""
     subject, other = (NOUNS[i] for i in rng.permutation(len(NOUNS))[:2])
     verbs = VERBS[int(rng.integers(len(VERBS)))]
     preposition = PREPOSITIONS[int(rng.integers(len(PREPOSITIONS)))]
@@ -218,15 +192,6 @@ def _solve_agreement(context: str, choices: tuple[str, ...]) -> str:
     (number,) = {pair.index(subject) for pair in NOUNS if subject in pair}
     (verbs,) = (pair for pair in VERBS if pair == choices)
     return verbs[number]
-
-
-AGREEMENT = Exam(
-    name="agreement",
-    asks="which verb agrees with the subject, another noun standing between",
-    make=_agreement,
-    solve=_solve_agreement,
-    opens=False,
-)
 
 
 CHOICES = 4  # results to choose from
@@ -304,22 +269,6 @@ def _solve_brackets(context: str, choices: tuple[str, ...]) -> str:
     return f" {waiting[-1]}"
 
 
-ARITHMETIC = Exam(
-    name="arithmetic",
-    asks="the sum or difference of two numbers, of two digits",
-    make=_arithmetic,
-    solve=_solve_arithmetic,
-    opens=True,
-)
-BRACKET = Exam(
-    name="brackets",
-    asks="which of two kinds of brackets has to be closed",
-    make=_brackets,
-    solve=_solve_brackets,
-    opens=False,
-)
-
-
 #: A longer context is not used, so that models of different lengths get the same questions.
 WINDOW = 512
 
@@ -389,7 +338,16 @@ def yardstick(text: str) -> float:
 
 
 EXAMS: dict[str, Exam] = {
-    exam.name: exam for exam in (COPY, RECALL, INDUCTION, ARITHMETIC, BRACKET, AGREEMENT, MACHINE)
+    exam.name: exam
+    for exam in (
+        Exam(name="copy", make=_copy, solve=_solve_copy, opens=True),
+        Exam(name="recall", make=_recall, solve=_solve_recall, opens=True),
+        Exam(name="induction", make=_induction, solve=_solve_induction, opens=True),
+        Exam(name="arithmetic", make=_arithmetic, solve=_solve_arithmetic, opens=True),
+        Exam(name="brackets", make=_brackets, solve=_solve_brackets, opens=False),
+        Exam(name="agreement", make=_agreement, solve=_solve_agreement, opens=False),
+        Exam(name="fsm", make=_machine, solve=_solve_machine, opens=True),
+    )
 }
 BITS = "bits per byte"
 #: Questions of each exam.

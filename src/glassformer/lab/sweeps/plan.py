@@ -115,7 +115,7 @@ class Plan:
         """The index of the stated baseline, if there is one."""
         if not self.sweep.baseline:
             return None
-        wanted = dict(_pair(text) for text in self.sweep.baseline.split())
+        wanted = dict(text.partition("=")[::2] for text in self.sweep.baseline.split())
         found = [c.index for c in self.cells if wanted.items() <= _named(c).items()]
         if len(found) != 1:
             what = "no cell has" if not found else f"{len(found)} cells have"
@@ -131,11 +131,6 @@ class Plan:
         return [
             f.path for f in every if not isinstance(f.values, Choices) or len(f.values.values) > 1
         ]
-
-
-def _pair(text: str) -> tuple[str, str]:
-    path, _, value = text.partition("=")
-    return path, value
 
 
 def _named(cell: Cell) -> dict[str, str]:
@@ -176,7 +171,9 @@ class Planner:
             spec, notes = self._designed(plan, settings, given)
         if spec.tuning is None:
             check_fit(spec.model, self._task(plan, spec))
-        return Cell.of(index, cell_name(settings, self._varied()), settings, spec, notes)
+        return Cell.of(
+            index, cell_name(settings, Plan(self.sweep).factors()), settings, spec, notes
+        )
 
     def length(self, spec: RunSpec) -> int:
         """Return the mean length of the task's examples, in tokens."""
@@ -184,9 +181,6 @@ class Planner:
         if task is None:
             return spec.model.max_seq_len
         return max(1, round(float(task.lengths("train").mean())))
-
-    def _varied(self) -> list[str]:
-        return Plan(self.sweep).factors()
 
     def _planned(self, given: list[str]) -> PlannedRun:
         """Plan a run; of cells that differ outside of their task only the first is planned."""
@@ -341,15 +335,8 @@ def plan_files(plan: Plan) -> dict[str, str]:
 
     They are written in this order: a kill between them leaves runs that no sweep names yet.
     """
-    cells = [
-        {
-            "name": cell.name,
-            "settings": dict(cell.settings),
-            "parameters": cell.parameters,
-            "notes": list(cell.notes),
-        }
-        for cell in plan.cells
-    ]
+    named = ("name", "settings", "parameters", "notes")
+    cells = [{key: getattr(cell, key) for key in named} for cell in plan.cells]
     head = {
         "format": 1,
         "sweep": to_dict(plan.sweep),
@@ -371,16 +358,12 @@ def read_plan(folder: Path) -> Plan:
         plan = Plan(from_dict(SweepSpec, head["sweep"]), score=str(head["metric"]))
         specs = specs[: len(head["cells"])]
         for index, (cell, line) in enumerate(zip(head["cells"], specs, strict=True)):
-            plan.cells.append(
-                Cell(
-                    index=index,
-                    name=str(cell["name"]),
-                    settings=dict(cell["settings"]),
-                    text=line,
-                    parameters=int(cell["parameters"]),
-                    notes=tuple(cell["notes"]),
-                )
+            name, settings = str(cell["name"]), dict(cell["settings"])
+            size, notes = int(cell["parameters"]), tuple(cell["notes"])
+            made = Cell(
+                index=index, name=name, settings=settings, text=line, parameters=size, notes=notes
             )
+            plan.cells.append(made)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"not the folder of a sweep: {error}", where=str(folder)) from error
     return plan

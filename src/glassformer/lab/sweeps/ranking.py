@@ -370,6 +370,8 @@ def _groups(
     order: NDArray[np.intp], pairs: _Pairs | None, *, difference: float
 ) -> list[tuple[int, int, int | None]]:
     """Cut the order into groups: a new one begins with the first cell told apart from its first."""
+    if not len(order):
+        return []
     if pairs is None:
         return [(0, len(order) - 1, None)]
     groups: list[tuple[int, int, int | None]] = []

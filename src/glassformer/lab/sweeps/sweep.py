@@ -165,7 +165,8 @@ class Sweep:
                     )
         self.write_plan()
         self.read_results()
-        self._write_results()
+        lines = (json.dumps(json_numbers(r.to_dict())) + "\n" for r in self.results.values())
+        self.directory.write("results.jsonl", "".join(lines))
 
     def write_plan(self) -> None:
         """Write the cells; an Optuna sampler adds some later."""
@@ -204,10 +205,6 @@ class Sweep:
         with self.directory.append(self.path / "results.jsonl") as file:
             file.write(json.dumps(json_numbers(result.to_dict())) + "\n")
             self.directory.sync(file)
-
-    def _write_results(self) -> None:
-        lines = (json.dumps(json_numbers(r.to_dict())) + "\n" for r in self.results.values())
-        self.directory.write("results.jsonl", "".join(lines))
 
     def write_report(self) -> None:
         """Write table.csv, ranking.json and report.html."""
@@ -262,18 +259,7 @@ def ranking_of(plan: Plan, results: Mapping[str, Result]) -> Ranking:
             incomplete.append((cell.index, cell.name, _why(found, stopped.get(cell.index), metric)))
     base = plan.baseline
     smaller, unit = METRICS[metric]
-    if not ranked:
-        return Ranking(
-            metric=metric,
-            unit=unit,
-            smaller_is_better=smaller,
-            seeds=seeds,
-            difference=plan.sweep.difference,
-            rows=(),
-            groups=(),
-            incomplete=tuple(incomplete),
-        )
-    values_CS = np.array(rows)
+    values_CS = np.array(rows).reshape(-1, seeds)
     made = rank(
         [cell.name for cell in ranked],
         values_CS,
@@ -507,7 +493,9 @@ class _Progress:
         self.shown, self.sweep = shown, sweep
         self.goal = {job.name: job.until or job.spec.train.steps for job in jobs}
         self.steps = {
-            job.name: min(self.goal[job.name], found.step) if (found := _found(sweep, job)) else 0
+            job.name: min(self.goal[job.name], found.step)
+            if (found := sweep.results.get(job.name))
+            else 0
             for job in jobs
         }
         self.first = sum(self.steps.values())
@@ -567,10 +555,6 @@ class _Progress:
             self.bar.show(made, facts)
         elif self.bar.is_due(now=self.done + self.failed == len(self.goal)):
             self.bar.tell(facts)
-
-
-def _found(sweep: Sweep, job: Job) -> Result | None:
-    return sweep.results.get(job.name)
 
 
 # --- the door -------------------------------------------------------------------------------------
@@ -759,7 +743,9 @@ def sweep(
             "baseline": baseline,
             "difference": difference,
         }
-        folder = run_folder(Path(sweeps), name or _usual(what))
+        one = what.what if isinstance(what, SweepSpec) else what
+        usual = usual_name(str(one)) if isinstance(one, (str, Path)) else "runs"
+        folder = run_folder(Path(sweeps), name or usual)
         made, planner = prepare_sweep(
             what,
             folder=folder,
@@ -781,9 +767,3 @@ def sweep(
             progress=is_watched() if progress is None else progress,
         )
     return made
-
-
-def _usual(what: Any) -> str:
-    if isinstance(what, (Mapping, list, tuple)):
-        return "runs"
-    return usual_name(what.what if isinstance(what, SweepSpec) else str(what))

@@ -6,6 +6,7 @@ One token's way through the model is the residual stream at its position, after 
 vector, its norm, the norm of what was added, and what would be predicted there (the logit lens).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,12 @@ class Norms(Displayable):
         if self.cross is not None:
             added["cross"] = self.cross
         return added | {"mlp": self.mlp}
+
+    def added(self, row: str, position: int) -> float | None:
+        """Return the norm of what a row's sublayer has added; None for the embedding."""
+        layer, _, part = row.partition(" ")
+        written = {"attn": self.attention, "cross": self.cross, "mlp": self.mlp}.get(part)
+        return None if written is None else float(written[int(layer.removeprefix("L")), position])
 
     def rows(self) -> list[Row]:
         """One row per depth and position: the residual first, then what each layer added."""
@@ -434,15 +441,7 @@ def read_token_path(
         readout.model.hidden(readout.inputs, taps=taps)
     values_RD = torch.stack([taps.seen[tap][0, position].float() for _, tap in named]).cpu()
     names = tuple(name for name, _ in named)
-    parts = {"attn": norms.attention, "cross": norms.cross, "mlp": norms.mlp}
-    added = []
-    for name in names:
-        layer, _, part = name.partition(" ")
-        written = parts.get(part)
-        number = float("nan")
-        if written is not None:
-            number = float(written[int(layer.removeprefix("L")), position])
-        added.append(number)
+    added = (norms.added(name, position) for name in names)
     rows = (*names, "final")
     return TokenPath(
         position=position,
@@ -450,6 +449,6 @@ def read_token_path(
         row_names=names,
         values_RD=values_RD,
         norms=tuple(norms.residual[:, position].tolist()),
-        added=tuple(added),
+        added=tuple(math.nan if norm is None else norm for norm in added),
         predicted=tuple(lens.top(position, 1, row=name)[0] for name in rows),
     )

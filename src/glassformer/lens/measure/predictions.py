@@ -382,12 +382,15 @@ class LogitLens(Displayable):
     def text(self) -> str:
         """Each row's three likeliest words at the readout position, and its KL."""
         t = self.position(None)
-        lines = [f"logit lens at position {t} ({shown(self.words[t])})"]
+        head = f"logit lens at position {t} ({shown(self.words[t])})"
+        return "\n".join([head, *self.lines(t)])
+
+    def lines(self, position: int) -> Iterator[str]:
+        """Yield for each row its KL to the final one and its three likeliest words."""
         for r, name in enumerate(self.row_names):
-            best = self.top(t, 3, row=name)
+            best = self.top(position, 3, row=name)
             words = "  ".join(f"{shown(word, most=16)} {share:.3f}" for word, share in best)
-            lines.append(f"  {name:9} KL {float(self.kl[r, t]):8.4f}  {words}")
-        return "\n".join(lines)
+            yield f"  {name:9} KL {float(self.kl[r, position]):8.4f}  {words}"
 
     def parts(self) -> Iterator[str]:
         """Words by row and position, shaded by probability; then the divergence by depth."""

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from glassformer.lens.show import html
 from glassformer.lens.show.chart import Grid, Panels
 from glassformer.lens.show.chart_svg import chart_svg, data_uri, heatmap_png, pooled
 from glassformer.lens.show.displayable import Displayable, Row
-from glassformer.lens.show.text import heatmap_text, shown
+from glassformer.lens.show.text import SHADES, heatmap_text, shown
 from glassformer.spec.errors import InputError
 
 # T queries (rows), S keys (columns)
@@ -22,6 +23,8 @@ from glassformer.spec.errors import InputError
 #: Maps of at most this many rows and columns are written out cell by cell, of larger ones the
 #: strongest cells.
 WRITTEN, DIFFERENCES_WRITTEN, PEAKS = 32, 12, 12
+#: Letters of a column's name, from wide to narrow.
+COLUMN_WIDTHS = (12, 8, 6, 5, 4, 3, 2)
 #: Pixels of a map's side.
 SIDE = 384
 #: Rows and columns of a thumbnail, at most.
@@ -29,37 +32,69 @@ THUMBNAIL = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Difference(Displayable):
-    """One map minus another, made by `map - other`. NaN where either of them is masked."""
+class Cells(Displayable):
+    """A value for each query (row) and key (column), of which those that are allowed count."""
 
     weights_TS: Tensor
+    allowed: Tensor
     rows_words: tuple[str, ...]
     columns_words: tuple[str, ...]
     title: str
+    #: What a value is called.
+    value: ClassVar[str] = "weight"
 
     @property
     def tensor(self) -> Tensor:
-        """The differences (T, S), from -1 to 1."""
+        """The values (T, S); rows of attention sum to 1, or to 0 where nothing is allowed."""
         return self.weights_TS
 
-    @property
-    def allowed(self) -> Tensor:
-        """True where both may attend."""
-        return ~self.tensor.isnan()
-
     def rows(self) -> list[Row]:
-        """One row per cell that both may attend to: query, key, difference."""
+        """One row per allowed cell: query, key, value."""
+        values, allowed = self.tensor.tolist(), self.allowed.tolist()
         return [
-            {"query": t, "query_word": q, "key": s, "key_word": k, "difference": value}
-            for t, (q, values) in enumerate(zip(self.rows_words, self.tensor.tolist(), strict=True))
-            for s, (k, value) in enumerate(zip(self.columns_words, values, strict=True))
-            if value == value
+            {"query": t, "query_word": q, "key": s, "key_word": k, self.value: values[t][s]}
+            for t, q in enumerate(self.rows_words)
+            for s, k in enumerate(self.columns_words)
+            if allowed[t][s]
         ]
 
     def peaks(self, most: int = PEAKS) -> list[tuple[int, int, float]]:
-        """Return the cells that differ most: query, key, difference."""
-        cells = [(row["query"], row["key"], row["difference"]) for row in self.rows()]
-        return sorted(cells, key=lambda cell: -abs(cell[2]))[:most]
+        """Return the allowed cells of the largest size: query, key, value."""
+        sizes_TS = self.tensor.abs().masked_fill(~self.allowed, -1.0)
+        best = sizes_TS.flatten().topk(min(most, int(self.allowed.sum()))).indices.tolist()
+        S, values = self.tensor.shape[1], self.tensor.flatten().tolist()
+        return [(i // S, i % S, values[i]) for i in best]
+
+    def strongest(self, form: str, *, most: int = PEAKS) -> list[str]:
+        """Return a line for each of the peaks."""
+        rows, columns = self.rows_words, self.columns_words
+        return [
+            f"  {value:{form}}  {t}:{shown(rows[t])} -> {s}:{shown(columns[s])}"
+            for t, s, value in self.peaks(most)
+        ]
+
+    def grid(self, *, key: str, low: float = 0.0, signed: bool = False) -> Grid:
+        """Return the cells as a chart: queries are rows, keys columns."""
+        return Grid(
+            title=self.title,
+            values=self.tensor.double().numpy(),
+            allowed=self.allowed.numpy(),
+            rows=self.rows_words,
+            columns=self.columns_words,
+            low=low,
+            signed=signed,
+            key=key,
+            x_title="attended to (keys)",
+            y_title="attending (queries)",
+            square=True,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Difference(Cells):
+    """One map minus another, made by `map - other`. NaN where either of them is masked."""
+
+    value: ClassVar[str] = "difference"
 
     def summary(self) -> str:
         """One line."""
@@ -73,12 +108,8 @@ class Difference(Displayable):
         """The numbers of a small map; the cells of a large one that differ most."""
         T, S = self.tensor.shape
         if max(T, S) > DIFFERENCES_WRITTEN:
-            peaks = (
-                f"  {value:+.3f}  {t}:{shown(self.rows_words[t])} -> "
-                f"{s}:{shown(self.columns_words[s])}"
-                for t, s, value in self.peaks()
-            )
-            return "\n".join([f"{self.title}: {T} x {S}, the cells that differ most:", *peaks])
+            head = f"{self.title}: {T} x {S}, the cells that differ most:"
+            return "\n".join([head, *self.strongest("+.3f")])
         rows = [shown(word, most=12) for word in self.rows_words]
         columns = [shown(word, most=12) for word in self.columns_words]
         left, widths = max(map(len, rows)), [max(6, len(name)) for name in columns]
@@ -100,27 +131,17 @@ class Difference(Displayable):
 
     def chart(self) -> Grid:
         """The map on a scale from -1 to 1."""
-        return _grid(self, low=-1.0, signed=True, key="difference of the weights")
+        return self.grid(low=-1.0, signed=True, key="difference of the weights")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionMap(Displayable):
+class AttentionMap(Cells):
     """One map: row t is what position t attends to. `allowed` is False where it may not attend.
 
     `head` is the head whose map it is; None for a mean over heads.
     """
 
-    weights_TS: Tensor
-    allowed: Tensor
-    rows_words: tuple[str, ...]
-    columns_words: tuple[str, ...]
-    title: str
     head: HeadName | None = None
-
-    @property
-    def tensor(self) -> Tensor:
-        """The weights (T, S); each row sums to 1, or to 0 where nothing may be attended to."""
-        return self.weights_TS
 
     def __sub__(self, other: "AttentionMap") -> Difference:
         """Subtract the map of another model, or of another head, at the same tokens."""
@@ -130,44 +151,32 @@ class AttentionMap(Displayable):
                 "the two maps are of different tokens, so they cannot be subtracted",
                 hint="compare models that split the text into the same tokens",
             )
-        weights_TS = (self.tensor - other.tensor).masked_fill(
-            ~(self.allowed & other.allowed), torch.nan
-        )
-        return Difference(weights_TS, *words, title=f"{self.title} minus {other.title}")
-
-    def rows(self) -> list[Row]:
-        """One row per allowed cell: query, key, weight."""
-        weights, allowed = self.tensor.tolist(), self.allowed.tolist()
-        return [
-            {"query": t, "query_word": q, "key": s, "key_word": k, "weight": weights[t][s]}
-            for t, q in enumerate(self.rows_words)
-            for s, k in enumerate(self.columns_words)
-            if allowed[t][s]
-        ]
-
-    def peaks(self, most: int = 10) -> list[tuple[int, int, float]]:
-        """Return the strongest allowed cells: query, key, weight."""
-        weights_TS = self.tensor.masked_fill(~self.allowed, -1.0)
-        best = weights_TS.flatten().topk(min(most, int(self.allowed.sum())))
-        S = self.tensor.shape[1]
-        return [
-            (i // S, i % S, value)
-            for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
+        allowed = self.allowed & other.allowed
+        weights_TS = (self.tensor - other.tensor).masked_fill(~allowed, torch.nan)
+        return Difference(weights_TS, allowed, *words, title=f"{self.title} minus {other.title}")
 
     def text(self) -> str:
         """The map as characters, or the strongest cells of a large one."""
         T, S = self.tensor.shape
         top = f"{self.title}: {T} queries x {S} keys"
-        if max(T, S) <= WRITTEN:
-            rows = [shown(word, most=12) for word in self.rows_words]
-            columns = [shown(word, most=12) for word in self.columns_words]
-            return f"{top}\n{heatmap_text(self.tensor, rows=rows, columns=columns)}"
-        lines = [
-            f"  {weight:.3f}  {t} {shown(self.rows_words[t])} -> {s} {shown(self.columns_words[s])}"
-            for t, s, weight in self.peaks()
-        ]
-        return "\n".join([f"{top}; the strongest:", *lines])
+        if max(T, S) > WRITTEN:
+            return "\n".join([f"{top}; the strongest:", *self.strongest(".3f")])
+        return f"{top}\n{self.drawn()}"
+
+    def drawn(self, *, width: int | None = None, shades: str = SHADES) -> str:
+        """Return the map as characters, its words as long as `width` allows.
+
+        A map that does not fit is its strongest cells.
+        """
+        rows = [shown(word, most=12) for word in self.rows_words]
+        for most in COLUMN_WIDTHS:
+            columns = [shown(word, most=most) for word in self.columns_words]
+            made = heatmap_text(self.tensor, rows=rows, columns=columns, shades=shades)
+            if width is None or max(map(len, made.split("\n"))) <= width:
+                return made
+        size = " x ".join(map(str, self.tensor.shape))
+        head = f"the map of {size} does not fit {width} columns; its strongest:"
+        return "\n".join([head, *self.strongest("6.3f")])
 
     def svg(self, *, side: int = SIDE) -> str:
         """Return the labelled map as SVG, masked cells hatched."""
@@ -215,26 +224,7 @@ class AttentionMap(Displayable):
 
     def chart(self) -> Grid:
         """The map on a scale from 0 to 1, its words at the axes."""
-        return _grid(self, key="attention weight")
-
-
-def _grid(
-    each: AttentionMap | Difference, *, key: str, low: float = 0.0, signed: bool = False
-) -> Grid:
-    """Return a map as a grid: queries are rows, keys columns."""
-    return Grid(
-        title=each.title,
-        values=each.tensor.double().numpy(),
-        allowed=each.allowed.numpy(),
-        rows=each.rows_words,
-        columns=each.columns_words,
-        low=low,
-        signed=signed,
-        key=key,
-        x_title="attended to (keys)",
-        y_title="attending (queries)",
-        square=True,
-    )
+        return self.grid(key="attention weight")
 
 
 def maps_chart(maps: Sequence[AttentionMap], *, columns: int) -> Panels:

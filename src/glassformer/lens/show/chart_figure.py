@@ -103,7 +103,7 @@ def _place(figure: Any, drawing: Drawing) -> None:
     """Draw into a figure or a part of one."""
     if not isinstance(drawing, Panels):
         axes = figure.subplots()
-        draw_chart(figure, axes, drawing)
+        _with_key(figure, drawing, _draw(axes, drawing), [axes])
         return
     widths, heights = _sizes(drawing)
     charts = [each for each in drawing.charts if not isinstance(each, Panels)]
@@ -150,11 +150,6 @@ def _with_key(figure: Any, chart: Chart, image: Any, axes: Sequence[Any]) -> Non
         bar = figure.colorbar(image, ax=axes, shrink=shrink, extend=extend)
         bar.set_label(chart.key, fontsize=8, **PLAIN)
         bar.ax.tick_params(labelsize=8)
-
-
-def draw_chart(figure: Figure, axes: Any, chart: Chart) -> None:
-    """Draw one chart into a pair of axes of a figure, with its scale of colours."""
-    _with_key(figure, chart, _draw(axes, chart), [axes])
 
 
 # --- what charts are ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from glassformer.lens.show.chart import Floats, Line, Lines, Scale
+from glassformer.lens.show.chart import Floats, Lines, Scale
+from glassformer.lens.show.text import cut
 from glassformer.spec.errors import InputError
 
 #: (text, number of the line) -> text with or without colour
@@ -40,12 +41,15 @@ def chart_text(
 ) -> str:
     """Return the lines in a box with its numbers, no line of text wider than `width`."""
     scales = chart.x_scale, chart.y_scale
-    lines = [_points(line, scales) for line in chart.lines]
+    # shares (n, 2) of the box from its lower left corner; NaN breaks the line
+    lines = [
+        np.stack([scales[0].share(line.x), scales[1].share(line.y)], axis=1) for line in chart.lines
+    ]
     if not any(np.isfinite(points).all(axis=1).any() for points in lines):
         above = " above 0" if chart.log_x or chart.log_y else ""
         return f"nothing to draw: no finite point{above}"
-    cut = "…" if unicode else "~"
-    names = [_shortened(line.label, cut) for line in chart.lines]
+    mark = "…" if unicode else "~"
+    names = [cut(line.label, LONGEST_LABEL, mark=mark) for line in chart.lines]
     numbers = [_number(scales[1].value(share), share=chart.share) for share in (1.0, 0.5, 0.0)]
     margin = max(map(len, numbers))
     right = max(map(len, names)) + 1 if any(names) else 0
@@ -74,11 +78,6 @@ def chart_text(
         drawn.append(" " * (margin + 2) + _marks(scales[0], marks, columns))
     drawn.append(" " * (margin + 2) + _x_labels(scales[0], columns))
     return "\n".join(line.rstrip() for line in drawn)
-
-
-def _points(line: Line, scales: tuple[Scale, Scale]) -> Floats:
-    """Return (n, 2) shares of the box from its lower left corner; NaN breaks the line."""
-    return np.stack([scales[0].share(line.x), scales[1].share(line.y)], axis=1)
 
 
 class _Canvas:
@@ -170,7 +169,3 @@ def _number(value: float, *, share: bool) -> str:
     if share:
         return f"{value:.0%}"
     return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
-
-
-def _shortened(name: str, cut: str) -> str:
-    return name if len(name) <= LONGEST_LABEL else name[: LONGEST_LABEL - 1] + cut

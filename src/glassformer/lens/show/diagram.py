@@ -429,7 +429,10 @@ class Diagram:
             drawn, bottom = self._narrow(columns, pad, top)
             width = WIDTH + 46 + INSIDE + 2 * pad
             left, start = pad + WIDTH + 34, top
-        panels = self._insides(columns[-1]) if self.insides else []
+        panels: list[tuple[Element, float]] = []
+        if self.insides:  # of the first block
+            parts = {part.kind: part for part in columns[-1].layers[0].parts}
+            panels = [inside_of(parts["attn"]), inside_of(parts["ffn"])]
         for panel, tall in panels:
             move = {"transform": f"translate({left:g} {start:g})"}
             drawn.append(Element("g", move, (panel,)))
@@ -443,11 +446,6 @@ class Diagram:
         if two and panels:
             width = max(width, left - 34 + pad)
         return [*heading, *drawn], width, bottom + pad
-
-    def _insides(self, column: Column) -> list[tuple[Element, float]]:
-        """Return the insides of the first block's last attention and feed-forward."""
-        parts = {part.kind: part for part in column.layers[0].parts}
-        return [inside_of(parts["attn"]), inside_of(parts["ffn"])]
 
     def _narrow(self, columns: Sequence[Column], x: float, y: float) -> tuple[list[Element], float]:
         """Draw the stacks one under the other."""

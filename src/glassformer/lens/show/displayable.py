@@ -86,7 +86,7 @@ class Displayable(ABC):
         ending = target.suffix.lower().removeprefix(".")
         if ending not in ENDINGS:
             raise InputError(
-                f"cannot save as '.{ending}'", where=str(path), hint=f"use {_either(ENDINGS)}"
+                f"cannot save as '.{ending}'", where=str(path), hint=f"one of {', '.join(ENDINGS)}"
             )
         try:
             target.write_bytes(self.encoded(ending))
@@ -120,7 +120,3 @@ def _csv(rows: list[Row]) -> str:
         return json.dumps(value) if isinstance(value, (list, dict)) else value
 
     return csv_text(names, [[cell(row.get(name)) for name in names] for row in rows])
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -393,7 +393,7 @@ class _Reader:
             route=routes[0],
             expert=self.dense([op for op in ops if op.part == f"{key}.experts.0"]),
             shared=self.dense(shared) if shared else None,
-            shared_gate=any(_is_sigmoid(op) for op in shared),
+            shared_gate=any(op.kind == Gate(function="sigmoid") for op in shared),
         )
 
     def dense(self, ops: Sequence[Op]) -> Dense:
@@ -436,10 +436,6 @@ def _key(op: Op) -> str | None:
 
 def _heads(key: str) -> bool:
     return key.startswith("heads.")
-
-
-def _is_sigmoid(op: Op) -> bool:
-    return isinstance(op.kind, Gate) and op.kind.function == "sigmoid"
 
 
 # --- words ----------------------------------------------------------------------------------------

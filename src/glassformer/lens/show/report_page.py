@@ -71,8 +71,11 @@ def table(heading: Sequence[str], rows: Iterable[Sequence["Cell"]], *, caption: 
     """
     lines = list(rows)
     wordy = {0} | {i for line in lines[:1] for i, cell in enumerate(line) if isinstance(cell, Text)}
+    left = ' class="left"'
     head = "".join(
-        f'<th scope="col"{_left(number in wordy)}>{escape_line(name)}</th>' if name else "<td></td>"
+        f'<th scope="col"{left if number in wordy else ""}>{escape_line(name)}</th>'
+        if name
+        else "<td></td>"
         for number, name in enumerate(heading)
     )
     body = "".join(
@@ -86,10 +89,6 @@ def table(heading: Sequence[str], rows: Iterable[Sequence["Cell"]], *, caption: 
     )
     name = f'<p class="caption">{escape_line(caption)}</p>'
     return f'<div class="table">{name}{scrolled(inside, label=caption)}</div>'
-
-
-def _left(words: bool) -> str:
-    return ' class="left"' if words else ""
 
 
 def beside(parts: Iterable[str]) -> str:

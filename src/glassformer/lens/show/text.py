@@ -29,6 +29,11 @@ def shown(word: str, *, most: int = 0) -> str:
     return text if not most or len(text) <= most else text[: most - 1] + "…"
 
 
+def cut(text: str, width: int, *, mark: str = "...") -> str:
+    """Return a text no longer than `width`, a mark at its end where it was longer."""
+    return text if len(text) <= width else text[: width - len(mark)].rstrip() + mark
+
+
 def _visible(sign: str) -> str:
     if sign in _ESCAPES:
         return _ESCAPES[sign]

@@ -50,7 +50,11 @@ class Relay:
         """Return the names of the models that continue text."""
         with self._connected(LIST_SECONDS) as connection:
             found = json.loads(self._ask(connection, "GET", "/models").read(MOST_BYTES))
-            return [str(one["id"]) for one in found["data"] if _writes(one)]
+            return [
+                str(one["id"])
+                for one in found["data"]
+                if "text" in one.get("capabilities", ["text"])  # else it gives vectors alone
+            ]
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a stream; closing the iterator ends the server's work."""
@@ -110,8 +114,3 @@ class Relay:
 
 def _message(answer: Mapping[str, Any]) -> str:
     return str(answer["error"]["message"])[:500]
-
-
-def _writes(model: Mapping[str, Any]) -> bool:
-    """Return False for a model of which the server says that it gives vectors alone."""
-    return "text" in model.get("capabilities", ["text"])

@@ -241,16 +241,15 @@ class _Problem(Response):
 
     def __init__(self, error: GlassError, root: Path) -> None:
         told = error.in_command()  # which is how the page was started
-        what, where, hint = (_without(text, root) for text in (told.what, told.where, told.hint))
+        what, where, hint = (
+            text.replace(f"{root}/", "").replace(str(root), "runs")
+            for text in (told.what, told.where, told.hint)
+        )
         self.error = type(error)(what, where=where, hint=hint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the error's status."""
         await refuse(send, self.error)
-
-
-def _without(text: str, root: Path) -> str:
-    return text.replace(f"{root}/", "").replace(str(root), "runs")
 
 
 class _Lines(Response):

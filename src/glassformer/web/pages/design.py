@@ -137,14 +137,15 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
         return shown | {"infeasible": _infeasible(error.certificate)}
     best = answer.best
     assert best.portability is not None, "judged"
+    change = best.portability.change
     return shown | {
         "verdict": list(best.parts()),
         "design": best.to_dict(),
         "portable": {
             "verdict": best.portability.verdict(),
             "reasons": best.portability.reasons(),
-            "settings": best.portability.change,
-            "label": _request(best.portability.change),
+            "settings": change,
+            "label": f"request {command_of(change).replace('--', '')}" if change else "",
         },
         "within": abs(best.error) <= answer.budget.tolerance,
         "lines": [
@@ -167,11 +168,6 @@ def design(query: Query, lab: Workspace) -> dict[str, Any]:
             for each in (best, *answer.alternatives)
         ],
     }
-
-
-def _request(change: dict[str, Any]) -> str:
-    """Return the label of the button that makes a change; empty without one."""
-    return f"request {command_of(change).replace('--', '')}" if change else ""
 
 
 def _infeasible(found: Infeasible) -> dict[str, Any]:

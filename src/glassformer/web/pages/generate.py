@@ -1,22 +1,24 @@
 """The page Generate: a continuation as it is generated, a line for each token or step.
 
 A line has the chosen token, its probability and the likeliest alternatives. The tokens are those of
-`stream` and `beam_search`, or of a server (`generate_relay`); a reader who goes away ends the work
-at the next token.
+`stream` and `beam_search`, or of the server that the explorer was started with, whose models have
+ids that begin with `server:`. A reader who goes away ends the work at the next token. The controls
+are made from the options that `spec.decoding` declares; what comes back is checked here.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from glassformer.spec.decoding import StepSpec
+from glassformer.lens.show.text import shown
+from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import Option, options_of
 from glassformer.web.app import limits
 from glassformer.web.app.query import Query, Route, TooLarge
 from glassformer.web.app.workspace import Workspace
-from glassformer.web.pages.generate_form import ALTERNATIVES, Ask, options, read_ask
-from glassformer.web.pages.generate_relay import SERVER, relayed, server
 
 if TYPE_CHECKING:
     from glassformer.adapters.base import BaseAdapter
@@ -24,6 +26,114 @@ if TYPE_CHECKING:
     from glassformer.models.stepping import Stepper
 
 T = TypeVar("T")
+
+# --- what is asked --------------------------------------------------------------------------------
+
+MODES = ("greedy", "sample", "beam")
+#: The page shows the complete tree of a search: longer ones are for the command.
+BEAM_TOKENS = 128
+#: The largest number that JavaScript counts with, and a limit for numbers that have none.
+LARGEST, WIDEST = (1 << 53) - 1, 1e9
+#: Values that the page starts with, where they are not the specs' defaults.
+INITIAL = {"max_new_tokens": 64, "temperature": 1.0}
+#: The number of likeliest tokens that are listed beside each chosen one.
+ALTERNATIVES = 8
+
+
+def options(query: Query, lab: Workspace) -> dict[str, Any]:
+    """The options of every mode, for the page to draw its controls and to write commands."""
+    query.only()
+    return {mode: [control(each, mode) for each in controls(mode)] for mode in MODES}
+
+
+def controls(mode: str) -> list[Option]:
+    """The options of a mode that the page offers: numbers and choices."""
+    own = options_of(BeamSpec if mode == "beam" else DecodeSpec)
+    return [
+        each
+        for each in own
+        if (each.typed in (int, float) or each.choices)
+        and (mode == "sample" or each.group != "sampling")
+    ]
+
+
+def control(each: Option, mode: str) -> dict[str, Any]:
+    """An option with the page's limits and its first value."""
+    low, high = _range(each, mode)
+    bounds = {} if each.choices else {"min": low, "max": high}
+    return each.to_dict() | bounds | {"default": INITIAL.get(each.name, each.default)}
+
+
+def _range(each: Option, mode: str) -> tuple[float, float]:
+    """The page's limits: the option's own, and what the server is willing to compute."""
+    beam = mode == "beam"
+    most = {"max_new_tokens": BEAM_TOKENS if beam else limits.NEW_TOKENS, "width": limits.BEAMS}
+    low = each.above if each.at_least is None else each.at_least
+    high = most.get(each.name, each.below if each.at_most is None else each.at_most)
+    widest = LARGEST if each.type is int else WIDEST
+    return -widest if low is None else low, widest if high is None else high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A checked question of the page; `options` by the names of the specs' fields."""
+
+    run: str
+    step: str
+    prompt: str
+    mode: str
+    cached: bool
+    options: dict[str, Any]
+
+    def sampling(self, adapter: "BaseAdapter") -> DecodeSpec:
+        """The settings of greedy decoding and sampling."""
+        return DecodeSpec(eos=adapter.end_ids(), forbidden=adapter.nameless_ids(), **self.options)
+
+    def search(self, adapter: "BaseAdapter") -> BeamSpec:
+        """The settings of a beam search."""
+        return BeamSpec(eos=adapter.end_ids(), forbidden=adapter.nameless_ids(), **self.options)
+
+
+def read_ask(query: Query) -> Ask:
+    """Check the question; options of another mode are refused, not ignored."""
+    known = {each.name: each for mode in MODES for each in controls(mode)}
+    query.only("run", "step", "prompt", "mode", "cached", "forced", *known)
+    mode = query.choice("mode", MODES, default="greedy")
+    own = {each.name for each in controls(mode)}
+    for name in {*known, "forced"} - own:
+        if query.has(name) and not (name == "forced" and mode != "beam"):
+            raise InputError(f"{name} has no effect in mode {mode}", hint="leave it out")
+    values = {name: _value(query, known[name], mode) for name in own if query.has(name)}
+    initial = {name: value for name, value in INITIAL.items() if name in own}
+    forced = _forced(query.text("forced", default="", most=8 * limits.NEW_TOKENS))
+    return Ask(
+        run=query.text("run"),
+        step=query.text("step", default="best", most=20),
+        prompt=query.text("prompt", most=limits.PROMPT_CHARACTERS),
+        mode=mode,
+        cached=query.flag("cached", default=True),
+        options=initial | values | ({"forced": forced} if forced else {}),
+    )
+
+
+def _value(query: Query, each: Option, mode: str) -> Any:
+    low, high = _range(each, mode)
+    if each.choices:
+        return query.choice(each.name, each.choices)
+    if each.type is int:
+        return query.integer(each.name, low=int(low), high=int(high))
+    return query.number(each.name, low=low, high=high)
+
+
+def _forced(text: str) -> tuple[int, ...]:
+    """The ids that a branch begins with: `12,5,7`."""
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
+        raise InputError("forced holds more than token ids", hint="numbers with commas: 12,5,7")
+    return tuple(map(int, parts))
+
+
+# --- a model here ---------------------------------------------------------------------------------
 
 
 def generate(query: Query, lab: Workspace) -> Iterator[dict[str, Any]]:
@@ -39,9 +149,11 @@ def _lines(ask: Ask, lab: Workspace) -> Iterator[dict[str, Any]]:
         if "next" not in adapter.spec.head_names():
             yield from _answered(adapter, ask)
             return
+        from glassformer.adapters.generate import make_stepper
+
         prompts = adapter.prompt(ask.prompt)
         _check_length(prompts)
-        stepper = _stepper(adapter, cached=ask.cached)
+        stepper = make_stepper(adapter, StepSpec(cached=ask.cached))
         yield _started(adapter, ask, prompts, stepper)
         if ask.mode == "beam":
             yield from _searched(adapter, ask, prompts, stepper)
@@ -53,12 +165,6 @@ def _check_length(prompts: "Prompts") -> None:
     length = max(map(len, (*prompts.tokens, *(prompts.sources or ()))))
     if length > limits.PROMPT_TOKENS:
         raise TooLarge(f"{length:,} tokens, at most {limits.PROMPT_TOKENS:,} are continued")
-
-
-def _stepper(adapter: "BaseAdapter", *, cached: bool) -> "Stepper":
-    from glassformer.adapters.generate import make_stepper
-
-    return make_stepper(adapter, StepSpec(cached=cached))
 
 
 def _caches(stepper: "Stepper") -> bool:
@@ -93,7 +199,6 @@ def _words(adapter: "BaseAdapter", ids: "tuple[int, ...] | list[int]") -> list[d
 
 def _word(adapter: "BaseAdapter", i: int) -> str:
     from glassformer.adapters.text_inputs import Words
-    from glassformer.lens.show.text import shown
 
     return shown(Words(adapter.tokenizer)(i))
 
@@ -103,8 +208,6 @@ def _word(adapter: "BaseAdapter", i: int) -> str:
 
 def _answered(adapter: "BaseAdapter", ask: Ask) -> Iterator[dict[str, Any]]:
     """One answer for a complete sequence: there is nothing to sample or to branch from."""
-    from glassformer.lens.show.text import shown
-
     if ask.mode != "greedy" or "forced" in ask.options:
         raise InputError(
             "this model gives one answer: there is nothing to sample or to search",
@@ -215,6 +318,138 @@ def _searched(
             for one in found.hypotheses
         ],
         **_timing(spent, stepper.positions),
+    }
+
+
+# --- a model of a server --------------------------------------------------------------------------
+
+#: What an id of a server's model begins with; no name of a run does.
+SERVER = "server:"
+#: Options of ours that a server does not have, and other names of those that it has.
+NOT_SERVED, SERVED_AS = ("min_new_tokens",), {"max_new_tokens": "max_tokens"}
+#: What the page needs of a stream.
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": ALTERNATIVES}
+
+
+def server(query: Query, lab: Workspace) -> dict[str, Any]:
+    """The server's address and models, with the options that it takes; no address without one."""
+    query.only()
+    if lab.relay is None:
+        return {"address": None, "models": [], "options": {}}
+    offered = {
+        mode: [control(each, mode) for each in controls(mode) if each.name not in NOT_SERVED]
+        for mode in MODES
+        if mode != "beam"
+    }
+    return {"address": lab.relay.address, "models": lab.relay.models(), "options": offered}
+
+
+def relayed(ask: Ask, lab: Workspace) -> Iterator[dict[str, Any]]:
+    """The lines of the page, from `/v1/completions` with log-probabilities."""
+    if lab.relay is None:
+        raise InputError("the explorer points at no server", hint="glass explore --server ADDRESS")
+    request = _request(ask)
+    seen = _Seen()
+    events = lab.relay.events("/completions", request | STREAMED)
+    try:
+        with lab.relay.reading():
+            for number, event in enumerate(events):
+                if number == 0:  # a refusal comes before it
+                    yield {
+                        "kind": "start",
+                        "mode": ask.mode,
+                        "what": f"The server at {lab.relay.address} continues the text, a token at "
+                        "a time.",
+                        "prompt": [{"id": None, "word": ask.prompt}],
+                        "source": None,
+                        "cached": True,
+                        "served": request,
+                    }
+                yield from seen.lines(event)
+    finally:
+        events.close()
+    yield seen.end()
+
+
+def _request(ask: Ask) -> dict[str, Any]:
+    """The page's options by the server's names; what it does not have is refused."""
+    if ask.mode == "beam" or not ask.cached or "forced" in ask.options:
+        raise InputError(
+            "a server continues a prompt with its cache: no beams, no branches",
+            hint="open the model itself for these",
+        )
+    for name in NOT_SERVED:
+        if ask.options.get(name):
+            raise InputError(f"a server has no {name}", hint="leave it out")
+    given = {k: v for k, v in ask.options.items() if v is not None and k not in NOT_SERVED}
+    return {
+        "model": ask.run.removeprefix(SERVER),
+        "prompt": ask.prompt,
+        "temperature": 0.0,
+        **{SERVED_AS.get(name, name): value for name, value in given.items()},
+    }
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What has come of a stream: its text, its counts, and when its tokens came."""
+
+    begun: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    text: str = ""
+    finish: str | None = None
+
+    def lines(self, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The tokens of one event; a server tells their texts, not their ids."""
+        usage = event.get("usage") or {}
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        for choice in event["choices"]:
+            self.text += str(choice["text"])
+            self.finish = choice["finish_reason"] or self.finish
+            found = choice["logprobs"] or {"tokens": (), "token_logprobs": (), "top_logprobs": ()}
+            names = ("tokens", "token_logprobs", "top_logprobs")
+            entries = list(zip(*(found[name] for name in names), strict=True))
+            for place, entry in enumerate(entries, start=1):
+                self.last = time.perf_counter()
+                self.first = self.last if self.first is None else self.first
+                self.tokens += 1
+                text = choice["text"] if place == len(entries) else ""
+                yield _served_token(*entry, position=self.tokens, text=text)
+
+    def end(self) -> dict[str, Any]:
+        """The last line: why it ended, and how long it took."""
+        later = 0.0 if self.first is None else self.last - self.first
+        return {
+            "kind": "end",
+            "finish": "eos" if self.finish == "stop" else self.finish,
+            "text": self.text,
+            "first_seconds": None if self.first is None else self.first - self.begun,
+            "seconds": time.perf_counter() - self.begun,
+            "tokens_per_second": (self.tokens - 1) / later if later else None,
+            "positions": self.prompt_tokens + max(self.tokens - 1, 0),
+        }
+
+
+def _served_token(
+    token: str, logprob: float, top: Mapping[str, float], *, position: int, text: str
+) -> dict[str, Any]:
+    return {
+        "kind": "token",
+        "position": position,
+        "id": token,
+        "word": shown(token),
+        "text": text,
+        "logprob": float(logprob),
+        "probability": math.exp(logprob),
+        "forced": False,
+        "end": False,
+        "alternatives": [
+            {"id": other, "word": shown(other), "probability": math.exp(value)}
+            for other, value in sorted(top.items(), key=lambda pair: -pair[1])
+        ],
     }
 
 

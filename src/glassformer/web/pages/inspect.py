@@ -178,18 +178,10 @@ def about(query: Query, workspace: Workspace) -> dict[str, Any]:
     query.only("split")
     name = query.text("id")
     if kind_of(workspace.folder(name)) != "run":
-        return {
-            "run": name,
-            "precisions": PRECISIONS,
-            "prompt": first_prompt(name, workspace),
-            "checkpoints": [],
-            "snapshots": [],
-            "watched": [],
-            "splits": {},
-            "split": None,
-            "examples": [],
-            "note": "",
-        }
+        lists = ("checkpoints", "snapshots", "watched", "examples")
+        none: dict[str, Any] = {name: [] for name in lists}
+        none |= {"splits": {}, "split": None, "note": "", "precisions": PRECISIONS}
+        return none | {"run": name, "prompt": first_prompt(name, workspace)}
     from glassformer.lab.runs.artifacts import probe_files
     from glassformer.lab.runs.record import load_run_spec
     from glassformer.web.pages.inspect_results import SPLIT, probed_rows

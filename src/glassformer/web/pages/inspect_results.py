@@ -194,14 +194,11 @@ class InspectionResult(Result):
 
     def _norms(self, t: int) -> list[dict[str, Any]]:
         norms = self.inspection.norms
-        added = {"attn": norms.attention, "cross": norms.cross, "mlp": norms.mlp}
-        rows = []
-        for name, residual in zip(norms.row_names, norms.residual[:, t].tolist(), strict=True):
-            layer, part = _layer_of(name), name.rpartition(" ")[2]
-            written = added.get(part)
-            value = None if written is None or layer is None else float(written[layer, t])
-            rows.append({"row": name, "residual": residual, "added": value})
-        return rows
+        residual = zip(norms.row_names, norms.residual[:, t].tolist(), strict=True)
+        return [
+            {"row": name, "residual": norm, "added": norms.added(name, t)}
+            for name, norm in residual
+        ]
 
     def size(self) -> int:
         """Return the bytes of the maps, also those before an ablation, and of a quantized copy."""

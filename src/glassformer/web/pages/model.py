@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lens.show.block_picture import inside_picture
 from glassformer.lens.show.diagram import Diagram
-from glassformer.lens.show.element import Element
+from glassformer.lens.show.element import Element, el
 from glassformer.lens.show.outline import Attending, Layer, Part, outline
 from glassformer.lens.show.text import shown
 from glassformer.spec.errors import FileError, InputError, nearest
@@ -87,7 +87,7 @@ def _detail(
     spec: ModelSpec, part: Part, layer: Layer | None, at: int, *, run: str
 ) -> list[Element]:
     """Return the panel of one part: what it does, its inside, heads, parameters, taps."""
-    words = [_element("h2", part.title), _element("p", _sentence(part.note))]
+    words = [el("h2", part.title), el("p", _sentence(part.note))]
     key = part.key
     if layer is not None:
         last = layer.first + layer.count - 1
@@ -100,7 +100,7 @@ def _detail(
         if part.kind in ("attn", "cross"):
             words.append(_head_links(layer, part, at, run))
     tables = [*_parameter_table(_at_key(spec, part, key)), *_tap_table(spec, key)]
-    return [Element("div", {}, tuple(words)), Element("div", {}, tuple(tables))]
+    return [el("div", *words), el("div", *tables)]
 
 
 def _at_key(spec: ModelSpec, part: Part, key: str) -> Part:
@@ -112,15 +112,12 @@ def _at_key(spec: ModelSpec, part: Part, key: str) -> Part:
 
 
 def _layer_choice(layer: Layer, at: int) -> Element:
-    options = tuple(
-        Element(
-            "option", {"value": str(i)} | ({"selected": "selected"} if i == at else {}), (str(i),)
-        )
+    options = (
+        el("option", str(i), value=i, **({"selected": "selected"} if i == at else {}))
         for i in range(layer.first, layer.first + layer.count)
     )
-    chooser = Element("select", {"id": "model-layer", "data-param": "layer"}, options)
-    label = Element("label", {"for": "model-layer"}, ("Layer",))
-    return Element("div", {"class": "field"}, (label, chooser))
+    chooser = el("select", *options, id="model-layer", data_param="layer")
+    return el("div", el("label", "Layer", for_="model-layer"), chooser, class_="field")
 
 
 def _head_links(layer: Layer, part: Part, at: int, run: str) -> Element:
@@ -129,19 +126,18 @@ def _head_links(layer: Layer, part: Part, at: int, run: str) -> Element:
     )
     assert isinstance(part.inside, Attending)
     prefix = "" if kind == "self" else f"{kind}."
+    where = f"#/inspect?run={run}" + ("" if kind == "self" else f"&kind={kind}")
     links = []
     for head in range(part.inside.op.heads):
-        where = f"#/inspect?run={run}" + ("" if kind == "self" else f"&kind={kind}")
-        name = f"{prefix}L{at}H{head}"
-        links.append(Element("a", {"href": f"{where}&L={at}&H={head}"}, (name,)))
-        links.append(Element("span", {}, (" ",)))
-    label = Element("span", {"class": "muted"}, ("What each head attends to: ",))
-    return Element("p", {"class": "heads"}, (label, *links))
+        links.append(el("a", f"{prefix}L{at}H{head}", href=f"{where}&L={at}&H={head}"))
+        links.append(el("span", " "))
+    label = el("span", "What each head attends to: ", class_="muted")
+    return el("p", label, *links, class_="heads")
 
 
 def _parameter_table(part: Part) -> list[Element]:
     if not part.parameters:
-        return [_element("p", "It has no parameters.", kind="note")]
+        return [el("p", "It has no parameters.", class_="note")]
     experts = Counter(p.expert is not None for p in part.parameters)[True]
     listed = [p for p in part.parameters if p.expert in (None, 0)]
     times = 1 + max((p.expert or 0) for p in part.parameters) if experts else 1
@@ -178,30 +174,24 @@ def _tap_table(spec: ModelSpec, key: str) -> list[Element]:
 
 
 def _heading(words: str, key: str) -> Element:
-    return Element("h3", {}, (f"{words} ", Element("code", {}, (key,))))
+    return el("h3", f"{words} ", el("code", key))
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Element:
     def cell(tag: str, number: int, words: str) -> Element:
-        props = {"class": "n"} if len(head) == 3 and number == 2 else {}
+        props = {"class_": "n"} if len(head) == 3 and number == 2 else {}
         if tag == "th":
             props |= {"scope": "col"}
-        inside = Element("code", {}, (words,)) if number == 0 and tag == "td" else words
-        return Element(
-            tag, props, (inside,) if words else ()
-        )  # of the last line the first is empty
+        inside = el("code", words) if number == 0 and tag == "td" else words
+        return el(tag, *((inside,) if words else ()), **props)  # the last line has no name
 
     def line(tag: str, words: tuple[str, ...]) -> Element:
-        return Element("tr", {}, tuple(cell(tag, i, word) for i, word in enumerate(words)))
+        return el("tr", *(cell(tag, i, word) for i, word in enumerate(words)))
 
-    body = Element("tbody", {}, tuple(line("td", row) for row in rows))
-    table = Element("table", {"class": "data"}, (Element("thead", {}, (line("th", head),)), body))
-    props = {"class": "scroll", "tabindex": "0", "role": "group", "aria-label": f"Table: {head[0]}"}
-    return Element("div", props, (table,))
-
-
-def _element(tag: str, words: str, *, kind: str = "") -> Element:
-    return Element(tag, {"class": kind} if kind else {}, (words,))
+    body = el("tbody", *(line("td", row) for row in rows))
+    table = el("table", el("thead", line("th", head)), body, class_="data")
+    label = f"Table: {head[0]}"
+    return el("div", table, class_="scroll", tabindex=0, role="group", aria_label=label)
 
 
 def _sentence(words: str) -> str:
@@ -234,7 +224,7 @@ def way(query: Query, workspace: Workspace) -> dict[str, Any]:
         "text": example.text,
         "position": path.position,
         "way": [
-            _element("h2", title).tree(),
+            el("h2", title).tree(),
             _tokens(seen, path.position).tree(),
             path.element(narrow=not query.flag("wide")).tree(),
         ],
@@ -260,22 +250,19 @@ def _first_example(query: Query, workspace: Workspace, name: str) -> Any:
 
 def _tokens(seen: "Inspection", position: int) -> Element:
     """Return the tokens as buttons; the chosen one is pressed."""
-    buttons = tuple(
-        Element(
+    buttons = (
+        el(
             "button",
-            {
-                "type": "button",
-                "id": f"model-token-{t}",
-                "aria-pressed": "true" if t == position else "false",
-                "aria-label": f"position {t}, token {shown(word)}",
-                "data-go": json.dumps({"position": t}),
-            },
-            (shown(word, most=16),),
+            shown(word, most=16),
+            type="button",
+            id=f"model-token-{t}",
+            aria_pressed="true" if t == position else "false",
+            aria_label=f"position {t}, token {shown(word)}",
+            data_go=json.dumps({"position": t}),
         )
         for t, word in enumerate(seen.words)
     )
-    props = {"class": "tokens", "role": "group", "aria-label": "Position"}
-    return Element("div", props, buttons)
+    return el("div", *buttons, class_="tokens", role="group", aria_label="Position")
 
 
 ROUTES: tuple[Route, ...] = (

@@ -116,16 +116,12 @@ def _told(found: "Prompted") -> dict[str, Any]:
                 "back": list(one.back),
                 "same": list(one.same),
                 "layers": one.layers,
-                "worst": _worst(found, one.there),
+                # indices into `positions`, the largest divergence first
+                "worst": sorted(range(len(one.there)), key=lambda i: (-one.there[i], i))[:WORST],
             }
             for name, one in found.against.items()
         },
     }
-
-
-def _worst(found: "Prompted", there: tuple[float, ...]) -> list[int]:
-    """Indices into `positions`, the largest divergence first."""
-    return sorted(range(len(there)), key=lambda i: (-there[i], i))[:WORST]
 
 
 ROUTES: tuple[Route, ...] = (

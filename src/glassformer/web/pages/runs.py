@@ -20,7 +20,7 @@ import numpy as np
 from glassformer.lab.runs import table
 from glassformer.lab.runs.curves import AXES, Series
 from glassformer.lab.runs.table import duration, read_record
-from glassformer.lens.show.element import Element
+from glassformer.lens.show.element import Element, el
 from glassformer.spec.errors import FileError, GlassError, InputError, nearest
 from glassformer.store.rundir import NAME, RunDirectory
 from glassformer.web.app import limits
@@ -292,27 +292,27 @@ def _progress(sweep: "Sweep", *, live: bool) -> Element:
             facts.append("running")
     elif done + bad + stopped < total:
         facts.append("it does not run now")
-    bar = Element("progress", {"max": "1", "value": f"{share:.4f}", "aria-label": "runs done"})
-    words = Element("span", {}, (" · ".join(facts),))
-    return Element("p", {"class": "progress", "role": "status"}, (bar, words))
+    bar = el("progress", max=1, value=f"{share:.4f}", aria_label="runs done")
+    return el("p", bar, el("span", " · ".join(facts)), class_="progress", role="status")
 
 
 def _ranking(sweep: "Sweep", ranking: "Ranking", name: str) -> Iterator[Element]:
     from glassformer.lab.sweeps import report
 
     if not ranking.rows:
-        words = "No cell has all its seeds yet."
-        yield Element("section", {"class": "panel"}, (Element("p", {}, (words,)),))
+        yield el("section", el("p", "No cell has all its seeds yet."), class_="panel")
         return
-    groups = tuple(Element("li", {}, (ranking.group_text(g),)) for g in ranking.groups[:12])
-    inside: list[Element] = [
-        Element("h2", {}, (f"Ranking by {ranking.metric.replace('_', ' ')}",)),
-        Element("ul", {"class": "ties"}, groups),
-        *(Element("p", {"class": "note"}, (note,)) for note in ranking.notes),
+    groups = (el("li", ranking.group_text(group)) for group in ranking.groups[:12])
+    yield el(
+        "section",
+        el("h2", f"Ranking by {ranking.metric.replace('_', ' ')}"),
+        el("ul", *groups, class_="ties"),
+        *(el("p", note, class_="note") for note in ranking.notes),
         _scrolled("Ranking as a picture", report.intervals_picture(ranking)),
         _table(sweep, ranking, name),
-    ]
-    yield Element("section", {"class": "panel ranking", "aria-label": "Ranking"}, tuple(inside))
+        class_="panel ranking",
+        aria_label="Ranking",
+    )
 
 
 def _pictures(sweep: "Sweep", ranking: "Ranking") -> Iterator[Element]:
@@ -325,14 +325,13 @@ def _pictures(sweep: "Sweep", ranking: "Ranking") -> Iterator[Element]:
     shown = [*rows[: report.CURVES], rows[-1]]
     curves = {row.cell: mean_curve(sweep.plan, sweep.results, row.cell) for row in shown}
     for _, title, picture in report.pictures(sweep.plan, ranking, curves):
-        note = Element("p", {"class": "note"}, (f"{picture.props['aria-label']}.",))
-        inside = (Element("h2", {}, (title,)), note, _scrolled(title, picture))
-        yield Element("section", {"class": "panel", "aria-label": title}, inside)
+        note = el("p", f"{picture.props['aria-label']}.", class_="note")
+        inside = el("h2", title), note, _scrolled(title, picture)
+        yield el("section", *inside, class_="panel", aria_label=title)
 
 
 def _scrolled(label: str, picture: Element) -> Element:
-    props = {"class": "scroll", "tabindex": "0", "role": "group", "aria-label": label}
-    return Element("div", props, (picture,))
+    return el("div", picture, class_="scroll", tabindex=0, role="group", aria_label=label)
 
 
 def _table(sweep: "Sweep", ranking: "Ranking", name: str) -> Element:
@@ -340,20 +339,17 @@ def _table(sweep: "Sweep", ranking: "Ranking", name: str) -> Element:
     heads = ["rank", "cell", ranking.metric.replace("_", " "), "±", "behind best"]
     heads += ["vs baseline"] if based else []
     heads += ["parameters", "runs"]
-    head = Element("tr", {}, tuple(_head(word) for word in heads))
-    body = tuple(_row(sweep, ranking, row, name, based=based) for row in ranking.rows)
-    rest = tuple(
-        Element("tr", {}, _cells(("", cell, why), span=len(heads) - 2))
+    body = [_row(sweep, ranking, row, name, based=based) for row in ranking.rows]
+    body += [
+        el("tr", *_cells(("", cell, why), span=len(heads) - 2))
         for _, cell, why in ranking.incomplete
-    )
-    inside = (Element("thead", {}, (head,)), Element("tbody", {}, body + rest))
-    table = Element("table", {"class": "data", "aria-label": "Ranking"}, inside)
-    props = {"class": "scroll", "tabindex": "0", "role": "group", "aria-label": "Table: ranking"}
-    return Element("div", props, (table,))
+    ]
+    inside = el("thead", el("tr", *map(_head, heads))), el("tbody", *body)
+    return _scrolled("Table: ranking", el("table", *inside, class_="data", aria_label="Ranking"))
 
 
 def _head(word: str) -> Element:
-    return Element("th", {"scope": "col"} | ({} if word in WORDS else {"class": "n"}), (word,))
+    return el("th", word, scope="col", **({} if word in WORDS else {"class_": "n"}))
 
 
 def _row(sweep: "Sweep", ranking: "Ranking", row: "Ranked", name: str, *, based: bool) -> Element:
@@ -374,20 +370,18 @@ def _row(sweep: "Sweep", ranking: "Ranking", row: "Ranked", name: str, *, based:
     for seed in range(min(LINKED, ranking.seeds)):
         where = f"#/inspect?run={name}.{run_name(row.cell, seed)}"
         label = f"Inspect {row.name}, seed {seed}"
-        links += [Element("a", {"href": where, "aria-label": label}, (f"s{seed}",)), " "]
-    props = {"class": f"group-{row.group % 2}"}
-    return Element("tr", props, (*_cells(words), Element("td", {}, tuple(links))))
+        links += [el("a", f"s{seed}", href=where, aria_label=label), " "]
+    return el("tr", *_cells(words), el("td", *links), class_=f"group-{row.group % 2}")
 
 
-def _cells(words: Sequence[str], *, span: int = 1) -> tuple[Element, ...]:
-    made = []
+def _cells(words: Sequence[str], *, span: int = 1) -> Iterator[Element]:
+    """Yield the cells of a line, the second its name; the last spans what is left."""
     for index, word in enumerate(words):
-        tag = "th" if index == 1 else "td"
-        props = {"scope": "row"} if index == 1 else {"class": "n"} if span == 1 else {}
+        props: dict[str, object] = {"class_": "n"} if span == 1 else {}
         if span > 1 and index == len(words) - 1:
-            props["colspan"] = str(span)
-        made.append(Element(tag, props, (word,) if word else ()))
-    return tuple(made)
+            props["colspan"] = span
+        inside = (word,) if word else ()
+        yield el("th", *inside, scope="row") if index == 1 else el("td", *inside, **props)
 
 
 ROUTES: tuple[Route, ...] = (

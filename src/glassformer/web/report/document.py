@@ -13,7 +13,6 @@ import numpy as np
 from glassformer.adapters.text_inputs import Words
 from glassformer.checks.catalogue import Finding
 from glassformer.checks.report import Report, verify
-from glassformer.data.batch import Batch
 from glassformer.lab.runs.artifacts import probe_files
 from glassformer.lens.heads import HeadName
 from glassformer.lens.inspection import Inspection, inspect
@@ -61,14 +60,10 @@ def _inspect(run: Subject) -> Inspection:
     """Inspect the probes' first example; without probes, the first validation example."""
     files = probe_files(run.directory)
     row = read_probes(list(files.values())[-1]).examples[0] if files else 0
-    batch = _one(run, row)
+    batch = truncate(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
     words = Words(run.task.tokenizer)
     source = None if batch.source is None else [words(i) for i in batch.source.tokens[0].tolist()]
     return inspect(run.adapter, batch, names=words, source_words=source)
-
-
-def _one(run: Subject, row: int) -> Batch:
-    return truncate(run.task.batch("val", np.array([row], dtype=np.int64)), TOKENS)
 
 
 def attention(run: Subject) -> Iterator[str]:

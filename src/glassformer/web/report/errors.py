@@ -19,6 +19,7 @@ from glassformer.lab.measure.evaluate import (
     order,
     perplexity,
     shares,
+    token_namer,
 )
 from glassformer.lab.measure.scores import answers, wanted
 from glassformer.lens.show.report_page import (
@@ -278,12 +279,9 @@ def _prediction(
         until = int(batch.valid[row][: at[1] + 1].sum())
         real = real[max(0, until - BEFORE) : until]
     text = task.tokenizer.decode(real)
-
-    def name(token: int) -> str:
-        known = task.predicts_tokens(head) and token < task.tokenizer.vocab_size
-        return shown(task.tokenizer.decode([token])) if known else str(token)
-
-    return Prediction(text, name(target), name(predicted), share, target == predicted)
+    name = token_namer(task, head)
+    told = shown(name(target)), shown(name(predicted))
+    return Prediction(text, *told, share, target == predicted)
 
 
 def _decoded(run: Subject, task: Task, batch: Batch) -> Iterator[Prediction]:

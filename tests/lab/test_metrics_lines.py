@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glassformer.lab.runs.metrics_file import BadLine, Lines, read_lines
+from glassformer.lab.runs.curves import BadLine, Lines, read_lines
 
 NUMBERS = (
     "0", "-0", "7", "-3", "0.25", "-0.0", "1e5", "1E-7", "2.5e+3", "0.1", "1e22", "1e23",
