@@ -409,8 +409,8 @@ def damaged(function: ast.AST, change: Mutation, name: str = "") -> None:
 
 
 def planted_in(module: str) -> types.ModuleType:
-    """Return the module of a fault: ours, or one of the benchmarks and tests."""
-    outside = module.startswith(("bench.", "tests."))
+    """Return the module of a fault: ours, one of the benchmarks and tests, or of a library."""
+    outside = module.startswith(("bench.", "tests.", "transformers.", "peft."))
     return importlib.import_module(module if outside else f"glassformer.{module}")
 
 

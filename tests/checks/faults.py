@@ -79,12 +79,16 @@ FAULTS = (
     Fault("group order", mutate("nn.operations:per_query_head", Choice(), part="orelse", to="kv_BKSH.repeat(1, {args[0]}, 1, 1)"), "grouped heads = one head at a time"),
     Fault("heads split across", mutate("nn.attention:split_heads", Return(), to="x_BTD.unflatten(-1, (d_head, -1)).permute(0, 3, 1, 2)"), MULTI_HEAD),
     Fault("norm after rotation", mutate("nn.attention:MultiHeadAttention.__init__", Assign("norm_last"), to="True"), "q/k-norm, then rotation = by hand"),
+    Fault("weights shown without their scale", mutate(SCORES, Binary("/"), to="1.0"), "attention weights = nn.MultiheadAttention's"),
+    Fault("values of the position before", mutate("nn.attention:MultiHeadAttention.keys_values", Call("v_proj"), arg=0, to="{it}.roll(1, 1)"), "cross-attention = nn.MultiheadAttention"),
+    Fault("softmax without its maximum", mutate(ATTEND, Call("softmax"), to="{args[0]}.exp() / {args[0]}.exp().sum(-1, keepdim=True)"), "scores of 1e4 stay finite"),
     # masks
     Fault("one token of the future", mutate("nn.mask:causal_allow", Name("q_T1"), to="{it} + 1"), CAUSALITY, "qwen-sliding"),
     Fault("triangle not moved with the past", mutate("nn.mask:causal_allow", Call("arange"), to="{func}(queries, device=device)"), GROWING, "core"),
     Fault("window one too wide", mutate("nn.mask:causal_allow", Compare("<"), op="<="), "sliding window = one query at a time"),
     Fault("PAD attends", mutate("nn.mask:padding_allow", Return(), to="{right}"), PATTERN, "core"),
     Fault("PAD is attended to", mutate("nn.mask:padding_allow", Return(), to="{left}"), PAD_HOLDS, "core"),
+    Fault("PAD on the right is attended to", mutate("nn.mask:padding_allow", Return(), to="{left}"), "more padding on the right changes nothing", "digits"),
     # positions
     Fault("positions count PAD", mutate("nn.position:positions_of", Binary("-"), to="torch.arange(valid_BS.shape[1]).expand(valid_BS.shape)"), PAD_LEFT, "core"),
     Fault("positions start anew with a cache", mutate("nn.position:positions_of", Return(), to="{func}(0, length)"), CACHED, "core"),
@@ -92,6 +96,8 @@ FAULTS = (
     Fault("slopes halved beyond a power of two", mutate("spec.position:alibi_slopes", Assign("between"), to="{func}(2, 1 + {args[1]}, 2)"), ALIBI),
     Fault("read scores without their bias", mutate(ATTEND, If("bias"), to="False"), READ, "alibi-lm"),
     Fault("derived step without its bias", mutate("gpu.derived_step:FastAttention.heads", If("slopes_N"), to="False"), STEPS, "alibi-lm"),
+    Fault("rotated and mirrored", mutate("nn.operations:rotate", Binary("+"), op="-"), "rotary scores depend on distance only"),
+    Fault("biased by half the position", mutate("nn.position:ALiBiPosition.bias", Binary("-"), to="{left} - 0.5 * {right}"), "ALiBi depends on distance only"),
     Fault("near distances share a bucket", mutate("spec.position:relative_buckets", Assign("exact"), part="right", to="4"), RELATIVE),
     Fault("sinusoid sin and cos swapped", mutate("kernels.tables:sinusoids", Name("sin", nth=1), to="np.cos"), SINUSOIDS),
     # norms, feed-forward, blocks
@@ -107,6 +113,7 @@ FAULTS = (
     Fault("sqrt(d_model) missing", mutate("nn.embedding:TokenEmbedding.forward", Binary("*"), to="{left}"), WHOLE),
     Fault("L1 without l1", mutate("nn.embedding:FactorizedTokenEmbedding.penalty", Return(), to="{right}"), "factorized embedding = U @ V"),
     Fault("untied copy", mutate("nn.heads:build_heads", Call("TiedHead"), to="Linear(model.d_model, {args[0]}, bias=head.bias)"), MANIFEST, "qwen"),
+    Fault("logits of another table", mutate("nn.heads:TiedHead.forward", Call("as_linear"), to="1.01 * {it}"), "tied head shares the embedding", "qwen"),
     Fault("answer read at the last column", mutate("nn.heads:read_out", Binary("-"), to="torch.full((len(x_BTD),), {left})"), "a batch = each sequence alone", "digits"),
     # cache
     Fault("every sequence in the first slot", mutate("generation.slots:NativeSlots.read", Name("slot"), to="0"), COMPANY, "qwen"),
@@ -129,6 +136,7 @@ FAULTS = (
     Fault("dropout in eval", mutate("nn.block:TransformerBlock.drop", Call("dropout"), to="nn.functional.dropout({args[0]}, {func}.p)"), DETERMINISM, "seq2seq"),
     Fault("no residual dropout", mutate("nn.block:TransformerBlock.drop", Call("dropout"), to="{args[0]}"), DROPOUT, "core"),
     Fault("std squared", mutate("nn.initialise:initialise", Name("std"), to="{it} ** 2"), "initial weights follow their rule"),
+    Fault("torch's own generator", mutate("nn.initialise:initialise", Keyword("generator", nth=1), to="None"), "same seed, same weights", "core"),
     Fault("weights transposed on disk", mutate("store.tensors:tensor_chunks", Call("array_of"), to="{it}.T"), "saved and loaded, same bits", "core"),
     Fault("edits ignored", mutate("nn.taps:Taps._edit", Choice(), to="{orelse}"), TAPS, "core"),
     # by hand
@@ -139,6 +147,12 @@ FAULTS = (
     Fault("a correction's gradient without its scale", mutate("byhand.c_table:_add_scaled_backward", Keyword("scale"), to="1.0"), LOW_RANK, "core"),
     Fault("a rate that knows no shape", mutate("byhand.updates:muon_update", Call("sqrt"), to="1.0"), MUON, "core"),
     Fault("a mean of four singular steps", mutate("byhand.updates:orthogonalized", Call("range"), arg=0, to="TIMES - 1"), MUON, "core"),
+    Fault("a first step that is not corrected", mutate("byhand.updates:adam_update", Binary("/"), to="{left}"), "by hand: weights after Adam steps = torch's", "core"),
+    # quantized
+    Fault("training with other weights", mutate("quant.layers:fake_quantize", Return(), to="1.001 * {it}"), "quantized = rounded weights, every bit", "core"),
+    Fault("dequantized a little too large", mutate("quant.layers:QuantizedWeight.weights", Return(), to="1.001 * {it}"), "dequantized = the weights that were used", "core"),
+    Fault("a batch is centred", mutate("quant.layers:QuantizedWeight.times", Call("product"), arg=0, to="{it} - 0.01 * {it}.mean(0)"), "quantized: a row is the same in any batch", "core"),
+    Fault("levels transposed on disk", mutate("store.tensors:tensor_chunks", Call("array_of"), to="{it}.T"), "quantized: saved and loaded, same bits", "core"),
     # decoding
     Fault("cached values are not written", mutate("nn.cache:FixedCache.extend", Call("zip"), to="zip({args[0]}[:1], new, strict=False)"), DECODING, "core"),
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),

@@ -21,6 +21,14 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def adapted() -> nn.Module:
+    """The Llama with LoRA of peft."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    return get_peft_model(llama(), config)
+
+
 def gpt2() -> nn.Module:
     """A tiny random GPT-2 of transformers, whose positions count padding on the left."""
     from transformers import GPT2Config, GPT2LMHeadModel

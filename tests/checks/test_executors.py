@@ -15,6 +15,8 @@ from glassformer.spec.model import RelativeBias
 from glassformer.spec.presets import PRESETS, preset
 from tests.checks.c_faults import FAULTS as C_FAULTS
 from tests.checks.faults import FAULTS
+from tests.checks.foreign_faults import ELSEWHERE, IN_LIBRARIES, IN_MODELS
+from tests.checks.strangers import FAULTS as STRANGE
 from tests.command import glass
 from tests.training.ranks import FAULTS as RANK_FAULTS
 
@@ -57,6 +59,12 @@ def test_a_fault_in_its_own_code_turns_one_of_its_rows_red(one: Executor) -> Non
         if row in one.rows.values() and where.startswith(one.code)
     ]
     assert own, f"no fault is planted in {', '.join(one.code)}"
+
+
+def test_every_row_has_a_planted_fault() -> None:
+    seen = {row for *_, row in faults()} | set(IN_MODELS) | set(STRANGE.values())
+    seen |= {fault.caught_by for fault in IN_LIBRARIES}
+    assert ROWS - seen == set(ELSEWHERE)
 
 
 def test_what_an_executor_lacks_is_derived_from_the_program() -> None:

@@ -12,11 +12,13 @@ from torch import nn
 import glassformer as gf
 from glasscheck.foreign import config_of, foreign_of, looks_fresh, untouched
 from glasscheck.measure import NotOffered
-from glassformer.checks.catalogue import SUBJECT_CHECKS
-from glassformer.checks.subject import Subject, subject_of_factory
+from glassformer.checks.catalogue import SUBJECT_CHECKS, run_subject_check
+from glassformer.checks.subject import Subject, subject_of, subject_of_factory
 from glassformer.spec.errors import InputError
 from tests.checks import foreign, strangers
+from tests.checks.foreign_faults import IN_LIBRARIES, IN_MODELS
 from tests.checks.strangers import FAULTS, LIMITS, StrangeGPT, made
+from tests.planting import planted as plant
 
 GROUP = {check.name: check.group for check in SUBJECT_CHECKS}
 
@@ -48,6 +50,28 @@ def test_a_mistake_has_one_place_in_the_source():
         assert planted.planted(fault) != planted.planted(None)
     assert len(planted.FAULTS) >= 60
     assert len({(fault.model, fault.name) for fault in planted.FAULTS}) == len(planted.FAULTS)
+
+
+def finding_of(row, model):
+    (check,) = [check for check in SUBJECT_CHECKS if check.name == row]
+    return run_subject_check(check, subject_of(model))
+
+
+@pytest.mark.parametrize(("row", "mistake"), IN_MODELS.items())
+def test_a_mistake_in_a_model_turns_its_row_red(row, mistake):
+    (fault,) = [one for one in planted.FAULTS if f"{one.model}: {one.name}" == mistake]
+    report = gf.verify(getattr(planted.module_of(fault), fault.model)(), only=GROUP[row])
+    assert {f.name: f.verdict for f in report.findings}[row] == "bug", str(report)
+
+
+@pytest.mark.parametrize("fault", IN_LIBRARIES, ids=lambda fault: fault.name)
+def test_a_fault_in_a_library_turns_its_row_red(fault):
+    """A condition that is named, where the row can say no more."""
+    make = getattr(foreign, fault.preset)
+    assert finding_of(fault.caught_by, make()).verdict in ("passed", "limit")
+    with plant(fault):
+        found = finding_of(fault.caught_by, make())
+    assert found.failed or found.warned, found
 
 
 def test_a_seed_left_open_is_a_limit_and_set_for_the_other_rows():
@@ -304,15 +328,6 @@ def test_fresh_weights_hide_nothing():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_are_merged_and_unmerged():
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    report = gf.verify(get_peft_model(foreign.llama(), config), only="names")
-    found = {f.name: f.verdict for f in report.findings}
-    assert found["adapters merged = beside the weights"] == "passed", str(report)
-
-
 @pytest.mark.parametrize("off", [0, 1])
 def test_quantized_layers_compute_with_the_weights_they_say(off):
     class Rounded(nn.Module):

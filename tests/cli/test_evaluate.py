@@ -80,6 +80,11 @@ def test_bad_wishes(glass, runs, arguments, words):  # noqa: F811
         assert word in err
 
 
+def test_without_a_suite_the_options_of_none_are_asked_for(glass, runs):  # noqa: F811
+    code, out, _ = glass("evaluate", "digits", f"--runs={runs}", "--json")
+    assert code == 0 and 0 <= json.loads(out)["accuracy"] <= 1
+
+
 def test_the_listing_shows_the_suites_and_the_recipes(glass, runs):  # noqa: F811
     found = json.loads(glass("list", f"--runs={runs}", "--json")[1])
     assert "smallbench" in found["suites"]

@@ -26,7 +26,7 @@ from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.report_page import POLICY
 from glassformer.spec.errors import FileError, InputError
 from glassformer.store.checkpoint import verify_folder
-from glassformer.web.report.document import report_html, spread
+from glassformer.web.report.document import SECTIONS, report_html, spread
 from tests.browser.hostile import HOSTILE
 from tests.training.samples import RUNS
 
@@ -132,7 +132,9 @@ def test_the_numbers_are_those_of_the_other_commands(runs):
 
 @pytest.mark.parametrize("name", ["digits", "reverse", "machine", "text"])
 def test_each_kind_of_run_has_a_report_that_asks_for_nothing(runs, name):
-    text = report_html(str(runs / name), certificate=NO_CHECKS)
+    told: list[str] = []
+    text = report_html(str(runs / name), certificate=NO_CHECKS, progress=told.append)
+    assert told == [title for _, title, _ in SECTIONS] + ["Verify"]
     seen = Read(text)
     assert len(text.encode()) < 5_000_000
     tags = [tag for tag, _ in seen.tags]
