@@ -98,7 +98,7 @@ def test_a_step_that_comes_again_replaces_what_it_was(tmp_path):
     assert (found.step.tolist(), found.value.tolist()) == ([1, 2], [4.0, 2.0])
 
 
-@catches("NaN becomes 0", "lab.runs.metrics_file:_number", Call("get"), to="0.0")
+@catches("NaN becomes 0", "lab.runs.curves:_number", Call("get"), to="0.0")
 def test_what_is_not_finite_is_read_as_such(tmp_path):
     write(tmp_path, line(1, "nan"), line(2, "inf"), line(3, 1.0))
     values = read_curves(tmp_path)["loss"].value
