@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from glassformer.lens.show.chart import Grid, Line, Lines, scale_of
 from glassformer.lens.show.chart_svg import chart_svg, line, series_colour, words
 from glassformer.lens.show.element import Element, el, picture
 from glassformer.lens.show.report_page import Cell, Section, Text, page, say, scrolled, table
+from glassformer.lens.show.text import cut
 from glassformer.spec.csv_text import csv_text
 from glassformer.spec.options import options_of
 from glassformer.spec.sweep import SweepSpec
@@ -91,54 +92,45 @@ def ranking_text(
     return "\n".join(parts)
 
 
+def ranking_columns(plan: Plan, ranking: Ranking) -> dict[str, list[str]]:
+    """Return the ranking as columns of text by their heading, without those that are empty."""
+    rows, metric = ranking.rows, ranking.metric
+    made = {
+        "rank": [str(row.rank) for row in rows],
+        "cell": [row.name for row in rows],
+        _title(metric): [score_text(row.mean, metric) for row in rows],
+        "±": [margin_text(row, metric) for row in rows],
+        "behind best": [gap_text(row.best, metric) for row in rows],
+        "vs baseline": [gap_text(row.baseline, metric) for row in rows],
+        "parameters": [f"{plan.cells[row.cell].parameters:,}" for row in rows],
+    }
+    return {head: column for head, column in made.items() if any(map(str.strip, column))}
+
+
 def _table_lines(plan: Plan, ranking: Ranking, width: int) -> Iterator[str]:
     if not ranking.rows:
         yield "no cell has all its seeds yet"
         return
-    metric = ranking.metric
-    heads = ["", "cell", _title(metric), "", "behind best", "vs baseline", "parameters"]
-    lines = []
-    for row in ranking.rows[:LISTED]:
-        lines.append(
-            [
-                str(row.rank),
-                f"{row.name} ~" if _missed(plan.cells[row.cell]) else row.name,
-                score_text(row.mean, metric),
-                margin_text(row, metric),
-                gap_text(row.best, metric),
-                gap_text(row.baseline, metric),
-                f"{plan.cells[row.cell].parameters:,}",
-            ]
-        )
-    used = [
-        column
-        for column in range(len(heads))
-        if column in (0, 1) or any(line[column].strip() for line in lines)
-    ]
-    widths = {
-        column: max(len(heads[column]), *(len(line[column]) for line in lines)) for column in used
-    }
-    spare = width - sum(widths[column] + 2 for column in used if column != 1)
-    widths[1] = max(12, min(widths[1], spare))
+    columns = ranking_columns(plan, ranking)
+    names = zip(ranking.rows, columns["cell"], strict=True)
+    columns["cell"] = [f"{n} ~" if _missed(plan.cells[r.cell]) else n for r, n in names]
+    cells = {head: ["" if head == "rank" else head, *c[:LISTED]] for head, c in columns.items()}
+    widths = {head: max(map(len, column)) for head, column in cells.items()}
+    spare = width - sum(widths[head] + 2 for head in cells if head != "cell")
+    widths["cell"] = max(12, min(widths["cell"], spare))
 
-    def line(words: Sequence[str]) -> str:
-        cells = []
-        for column in used:
-            text = words[column]
-            if column == 1:
-                cut = text if len(text) <= widths[1] else f"{text[: widths[1] - 1]}…"
-                cells.append(f"{cut:<{widths[1]}}")
-            else:
-                cells.append(f"{text:>{widths[column]}}")
-        return "  ".join(cells).rstrip()
+    def line(number: int) -> str:
+        named = {head: cut(c[number], widths[head], mark="…") for head, c in cells.items()}
+        texts = (f"{t:{'<' if h == 'cell' else '>'}{widths[h]}}" for h, t in named.items())
+        return "  ".join(texts).rstrip()
 
-    yield line(heads)
+    yield line(0)
     group = 1
-    for row, texts in zip(ranking.rows, lines, strict=False):
+    for number, row in enumerate(ranking.rows[:LISTED], start=1):
         if row.group != group:
             yield "-" * min(width, sum(widths.values()) + 2 * len(widths) - 2)
             group = row.group
-        yield line(texts)
+        yield line(number)
     if len(ranking.rows) > LISTED:
         yield f"and {len(ranking.rows) - LISTED} more: table.csv has all"
     for row in ranking.rows[:LISTED]:
@@ -504,23 +496,8 @@ def html(
 
 
 def _ranking_table(plan: Plan, ranking: Ranking) -> str:
-    based = bool(ranking.baseline)
-    head = ["cell", "rank", _title(ranking.metric), "95 % interval", "behind best"]
-    head += [f"vs {ranking.baseline}"] if based else []
-    rows = []
-    for row in ranking.rows:
-        interval = (
-            ""
-            if row.low is None or row.high is None
-            else f"{score_text(row.low, ranking.metric)} to {score_text(row.high, ranking.metric)}"
-        )
-        line: list[Cell] = [
-            row.name,
-            row.rank,
-            score_text(row.mean, ranking.metric),
-            interval,
-            gap_text(row.best, ranking.metric),
-        ]
-        line += [gap_text(row.baseline, ranking.metric)] if based else []
-        rows.append([*line, plan.cells[row.cell].parameters])
-    return table([*head, "parameters"], rows, caption="* told apart, corrected for all comparisons")
+    columns = ranking_columns(plan, ranking)
+    columns = {"cell": columns.pop("cell"), **columns}
+    against = f"; the baseline is {ranking.baseline}" if ranking.baseline else ""
+    caption = f"±: 95 % interval; * told apart, corrected for all comparisons{against}"
+    return table([*columns], zip(*columns.values(), strict=True), caption=caption)

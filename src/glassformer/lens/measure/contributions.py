@@ -18,7 +18,7 @@ from glassformer.lens.capture import Capture, eval_mode, residual_rows
 from glassformer.lens.heads import prefix_of
 from glassformer.lens.measure.predictions import LogitLens, Readout
 from glassformer.lens.show import html
-from glassformer.lens.show.block_picture import STYLE
+from glassformer.lens.show.block_picture import sheet
 from glassformer.lens.show.chart import Bars, Grid, Lines, Panels, series
 from glassformer.lens.show.chart_svg import chart_svg, data_uri, heatmap_png
 from glassformer.lens.show.displayable import Displayable, Row
@@ -382,20 +382,9 @@ class TokenPath(Displayable):
         final = text(
             0, y + 17, f"the model predicts {shown(word, most=20)} ({share:.3f})", kind="name"
         )
-        props = {
-            "class": "glass-diagram way",
-            "role": "img",
-            "aria-label": self.title,
-            "viewBox": f"0 0 {width:g} {y + 24:g}",
-            "width": f"{width:g}",
-            "height": f"{y + 24:g}",
-        }
-        if not style:
-            return Element("svg", props, (*drawn, final))
-        sheet = Element("style", {}, (STYLE,))
-        paper = rect(0, 0, width, y + 24, "paper", round_=0)
-        props = {"xmlns": "http://www.w3.org/2000/svg", **props}
-        return Element("svg", props, (sheet, paper, *drawn, final))
+        box = 0.0, 0.0, float(width), y + 24
+        way = Element("g", {"class": "way"}, (*drawn, final))
+        return sheet([way], box, label=self.title, style=style, paper=style)
 
     def _strips(self, x: float, y: float, width: float) -> Element:
         """Return every row's numbers as cells, each row scaled to its largest."""

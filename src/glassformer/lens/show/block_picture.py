@@ -3,6 +3,7 @@
 Colours are CSS variables, light and dark.
 """
 
+from collections.abc import Sequence
 from typing import assert_never, get_args
 
 from glassformer.lens.show.element import Element, down_tip, path, rect, short, text
@@ -260,18 +261,33 @@ def inside_of(part: Part) -> tuple[Element, float]:
 def inside_picture(part: Part, *, style: bool = False) -> Element:
     """Return the inside of an attention or a feed-forward as a picture of its own."""
     drawn, height = inside_of(part)
-    pad, width, tall = 14 if style else 2, INSIDE, height + 6
-    box = f"{-pad} {-pad if style else 0} {width + 2 * pad} {tall + (2 * pad if style else 0):g}"
+    pad = 14 if style else 2
+    top = pad if style else 0
+    box = -pad, -top, INSIDE + 2 * pad, height + 6 + 2 * top
+    label = f"inside the {part.title.lower()}"
+    return sheet([drawn], box, label=label, style=style, paper=style)
+
+
+Box = tuple[float, float, float, float]
+
+
+def sheet(
+    drawn: Sequence[Element], box: Box, *, label: str, style: bool, paper: bool, role: str = "img"
+) -> Element:
+    """Return a picture: its elements in a box (x, y, width, height) of the viewer's units.
+
+    `style`: with its own style sheet inside, for a file; `paper`: with a ground.
+    """
+    x, y, width, height = box
     props = {
+        "xmlns": "http://www.w3.org/2000/svg",
         "class": "glass-diagram",
-        "role": "img",
-        "aria-label": f"inside the {part.title.lower()}",
-        "viewBox": box,
-        "width": box.split()[2],
-        "height": box.split()[3],
+        "role": role,
+        "aria-label": label,
+        "viewBox": f"{x:g} {y:g} {width:g} {height:g}",
+        "width": f"{width:g}",
+        "height": f"{height:g}",
     }
-    if not style:
-        return Element("svg", props, (drawn,))
-    paper = rect(-pad, -pad, width + 2 * pad, tall + 2 * pad, "paper", round_=10)
-    props = {"xmlns": "http://www.w3.org/2000/svg", **props}
-    return Element("svg", props, (Element("style", {}, (STYLE,)), paper, drawn))
+    rules = (Element("style", {}, (STYLE,)),) if style else ()
+    ground = (rect(x, y, width, height, "paper", round_=10),) if paper else ()
+    return Element("svg", props, (*rules, *ground, *drawn))

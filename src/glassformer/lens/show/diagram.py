@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from glassformer.lens.show.block_picture import INSIDE, STYLE, TALL, inside_of
+from glassformer.lens.show.block_picture import INSIDE, TALL, inside_of, sheet
 from glassformer.lens.show.element import Element, down_tip, path, rect, short, text
 from glassformer.lens.show.outline import Column, Layer, Part, counted, format_count, outline
 from glassformer.spec.checks import one_of
@@ -371,18 +371,10 @@ class Diagram:
         """Return the picture as a tree; `style`: with its own style sheet inside."""
         drawn, width, height = self._drawn()
         label = self.title or self._heading()[0]
-        props = {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "class": "glass-diagram",
-            "role": "img" if self.chosen is None else "group",
-            "aria-label": f"diagram of the model: {label}",
-            "viewBox": f"0 0 {width:g} {height:g}",
-            "width": f"{width:g}",
-            "height": f"{height:g}",
-        }
-        sheet = (Element("style", {}, (STYLE,)),) if style else ()
-        paper = rect(0, 0, width, height, "paper", round_=10)
-        return Element("svg", props, (*sheet, paper, *drawn))
+        role = "img" if self.chosen is None else "group"
+        box = 0.0, 0.0, width, height
+        words = f"diagram of the model: {label}"
+        return sheet(drawn, box, label=words, style=style, paper=True, role=role)
 
     def _heading(self) -> tuple[str, str]:
         spec = self.spec

@@ -137,8 +137,3 @@ def scrolled(inside: str, *, label: str) -> str:
         f'<div class="scroll" role="group" tabindex="0" aria-label="{escape_line(label)}">'
         f"{inside}</div>"
     )
-
-
-def folded(summary: str, inside: str) -> str:
-    """Return a part that unfolds on a click."""
-    return f"<details><summary>{escape_line(summary)}</summary>{inside}</details>"

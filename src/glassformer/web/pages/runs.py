@@ -335,11 +335,12 @@ def _scrolled(label: str, picture: Element) -> Element:
 
 
 def _table(sweep: "Sweep", ranking: "Ranking", name: str) -> Element:
-    based = bool(ranking.baseline)
-    heads = ["rank", "cell", ranking.metric.replace("_", " "), "±", "behind best"]
-    heads += ["vs baseline"] if based else []
-    heads += ["parameters", "runs"]
-    body = [_row(sweep, ranking, row, name, based=based) for row in ranking.rows]
+    from glassformer.lab.sweeps.report import ranking_columns
+
+    columns = ranking_columns(sweep.plan, ranking)
+    heads = [*columns, "runs"]
+    lines = zip(ranking.rows, zip(*columns.values(), strict=True), strict=True)
+    body = [_row(ranking, row, words, name) for row, words in lines]
     body += [
         el("tr", *_cells(("", cell, why), span=len(heads) - 2))
         for _, cell, why in ranking.incomplete
@@ -352,26 +353,16 @@ def _head(word: str) -> Element:
     return el("th", word, scope="col", **({} if word in WORDS else {"class_": "n"}))
 
 
-def _row(sweep: "Sweep", ranking: "Ranking", row: "Ranked", name: str, *, based: bool) -> Element:
-    from glassformer.lab.sweeps import report
+def _row(ranking: "Ranking", row: "Ranked", words: Sequence[str], name: str) -> Element:
     from glassformer.lab.sweeps.plan import run_name
 
-    metric = ranking.metric
-    words = [
-        str(row.rank),
-        row.name,
-        report.score_text(row.mean, metric),
-        report.margin_text(row, metric),
-        report.gap_text(row.best, metric).strip() or "-",
-    ]
-    words += [report.gap_text(row.baseline, metric).strip() or "-"] if based else []
-    words.append(f"{sweep.plan.cells[row.cell].parameters:,}")
     links: list[Element | str] = []
     for seed in range(min(LINKED, ranking.seeds)):
         where = f"#/inspect?run={name}.{run_name(row.cell, seed)}"
         label = f"Inspect {row.name}, seed {seed}"
         links += [el("a", f"s{seed}", href=where, aria_label=label), " "]
-    return el("tr", *_cells(words), el("td", *links), class_=f"group-{row.group % 2}")
+    cells = _cells([word.strip() or "-" for word in words])
+    return el("tr", *cells, el("td", *links), class_=f"group-{row.group % 2}")
 
 
 def _cells(words: Sequence[str], *, span: int = 1) -> Iterator[Element]:

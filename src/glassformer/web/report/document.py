@@ -21,14 +21,13 @@ from glassformer.lens.measure.roles import ROLES, head_roles
 from glassformer.lens.measure.snapshot import truncate
 from glassformer.lens.show.attention_map import AttentionMap
 from glassformer.lens.show.chart_svg import colour_key
-from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.html import escape_line, folded
 from glassformer.lens.show.report_page import (
     Cell,
     Section,
     Shaded,
     Text,
     beside,
-    folded,
     missing,
     page,
     say,

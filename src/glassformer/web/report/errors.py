@@ -22,12 +22,12 @@ from glassformer.lab.measure.evaluate import (
     token_namer,
 )
 from glassformer.lab.measure.scores import answers, wanted
+from glassformer.lens.show.html import folded
 from glassformer.lens.show.report_page import (
     Cell,
     Shaded,
     Text,
     beside,
-    folded,
     missing,
     say,
     table,

@@ -22,14 +22,13 @@ from glassformer.lab.runs.record import load_run_spec, spec_hash
 from glassformer.lab.runs.table import duration, number, settings
 from glassformer.lens.show.chart import Lines
 from glassformer.lens.show.chart_svg import chart_svg
-from glassformer.lens.show.html import escape_line
+from glassformer.lens.show.html import escape_line, folded
 from glassformer.lens.show.outline import counted
 from glassformer.lens.show.report_page import (
     Cell,
     Text,
     beside,
     facts,
-    folded,
     missing,
     say,
     scrolled,
