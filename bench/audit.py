@@ -154,7 +154,7 @@ def _lost(entry: Entry, why: str) -> dict[str, Any]:
 
 def offered(found: dict[str, Any]) -> int:
     """Count the rows that were offered."""
-    return sum(c["verdict"] not in ("not offered", "raised") for c in found["checks"])
+    return sum(c["verdict"] not in ("not offered", "error") for c in found["checks"])
 
 
 def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:

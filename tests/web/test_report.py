@@ -88,7 +88,7 @@ def runs(tmp_path_factory):
 
 def test_a_verdict_has_its_own_colour_and_its_reason(runs):
     row = Finding("a", "left padding", "run", "float32", "V9", 1.2, 1e-5, "limit", "give ids", 0.0)
-    verdicts = ("passed", "bug", "rounding", "limit", "unclear", "raised", "not offered")
+    verdicts = ("passed", "bug", "rounding", "limit", "unclear", "error", "not offered")
     report = Report(tuple(replace(row, name=f"row {v}", verdict=v) for v in verdicts))
     text = report_html(str(runs / "digits"), certificate=report)
     kinds = re.findall(r'<td class="text (\w+)">(\w+)</td>', text)
@@ -98,9 +98,9 @@ def test_a_verdict_has_its_own_colour_and_its_reason(runs):
         *(("warned", verdict) for verdict in verdicts[2:5]),
     ]
     seen = Read(text).text
-    assert "1 checks passed, 1 failed, 3 with a warning" in seen
+    assert "1 checks passed, 2 failed, 3 with a warning" in seen
     assert "row limit (limit): give ids" in seen
-    assert "Could not run, and not counted as failed" in seen
+    assert "Could not run, and counted as failed" in seen
 
 
 def test_the_numbers_are_those_of_the_other_commands(runs):

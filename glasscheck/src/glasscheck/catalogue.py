@@ -1,13 +1,14 @@
 """Every check by name and group, and how they are run to give findings.
 
 A float32 failure is repeated in float64: a difference that shrinks with the precision was
-*rounding*, one that stays is a *bug*. Only a bug fails; rounding, a limit that the note names, and
-a difference whose cause cannot be told are warnings.
+*rounding*, one that stays is a *bug*. A bug fails, and so does an *error*: a row that could not run
+is no pass. Rounding, a limit that the note names, and a difference whose cause cannot be told are
+warnings.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, assert_never
 
@@ -16,16 +17,22 @@ import torch
 from glasscheck.errors import InputError, nearest
 from glasscheck.measure import BEYOND_DOUBT, LARGEST, Measure, NotOffered, short
 from glasscheck.rows import (
+    batches,
     foreign_cache,
     foreign_calls,
     foreign_slopes,
     foreign_training,
     invariants,
+    outputs,
 )
 from glasscheck.subject import Subject
+from glasscheck.witness import witness
 
-Verdict = Literal["passed", "bug", "rounding", "limit", "unclear", "raised", "not offered"]
-#: Verdicts that a report counts as warnings.
+Verdict = Literal["passed", "bug", "rounding", "limit", "unclear", "error", "not offered"]
+#: What a project's rules make of a finding: a failure after all, or one that is put up with.
+Judged = Literal["", "fails", "known", "allowed"]
+#: Verdicts that a report counts as failures, and as warnings.
+FAILURES = ("bug", "error")
 WARNINGS = ("rounding", "limit", "unclear")
 
 #: Below this share of the float32 gap, the float64 gap says that it was rounding. Some modules
@@ -48,16 +55,28 @@ class Finding:
     note: str = ""
     seconds: float = 0.0
     explains: bool = False  # rows after it would not hold for the same reason
+    judged: Judged = ""
+    repro: str = ""  # lines of plain torch that show a failure
 
     @property
     def failed(self) -> bool:
-        """True if the claim does not hold, and not for rounding or a limit that the note names."""
-        return self.verdict == "bug"
+        """True if the claim does not hold, or could not be tried, and no rule puts up with it."""
+        return self.judged == "fails" or (self.verdict in FAILURES and not self.judged)
 
     @property
     def warned(self) -> bool:
-        """True if the claim does not hold as it stands, and that is no evidence of a bug."""
-        return self.verdict in WARNINGS
+        """True if the claim does not hold as it stands, and that fails nothing."""
+        return not self.failed and (self.verdict in WARNINGS or bool(self.judged))
+
+    @property
+    def ran(self) -> bool:
+        """True if the row was tried and gave a measure."""
+        return self.verdict not in ("not offered", "error")
+
+    @property
+    def word(self) -> str:
+        """The verdict as a report prints it."""
+        return "known limitation" if self.judged == "known" else self.verdict
 
 
 class Claim(Protocol):
@@ -86,8 +105,13 @@ class SubjectCheck:
     group: str
     run: Callable[[Subject], Measure]
     deep: bool = False
-    after: str = ""  # the row whose failure explains this one's
+    after: str | tuple[str, ...] = ()  # the rows whose failure explains this one's
     of: Literal["any", "ours", "foreign", "decoder", "source"] = "any"
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The rows that run first, as their failure would explain this one's."""
+        return (FIRST, *((self.after,) if isinstance(self.after, str) else self.after))
 
     def concerns(self, subject: Subject) -> bool:
         """True if the claim can be made about this kind of model."""
@@ -106,16 +130,22 @@ class SubjectCheck:
         assert_never(self.of)
 
 
+#: How the note of a row begins whose failure another one explains.
+EXPLAINED = "not asked, as"
 #: Rows that explain others when they fail.
 FIRST = "same input, same bits; no dropout in eval"
+FUTURE = "the future changes no bit of the past"
+ALONE = "rows of one length, no mask = each alone"
+PREFIX = "logits of every prefix = prefix of the logits"
 PAD_HOLDS = "what PAD holds changes no bit"
+EXTRAS = "attentions, hidden states, a cache read, same logits"
 CACHED = "cached = uncached, token by token"
 WITHOUT_CACHE = "generate: cache on = off"
 CHUNKS = "a prompt in chunks = at once"
 REORDERED = "cache reordered = those rows uncached"
 
 SUBJECT_CHECKS = (
-    SubjectCheck("the future changes no bit of the past", "causality", invariants.causality),
+    SubjectCheck(FUTURE, "causality", invariants.causality),
     SubjectCheck(PAD_HOLDS, "padding", invariants.padding_content),
     SubjectCheck(
         "more padding on the right changes nothing",
@@ -132,16 +162,61 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "a batch = each sequence alone", "padding", invariants.batch_is_singles, after=PAD_HOLDS
     ),
+    SubjectCheck(ALONE, "batches", batches.without_a_mask),
+    SubjectCheck(
+        "a batch permuted = its logits permuted", "batches", batches.permuted, after=ALONE
+    ),
+    SubjectCheck(PREFIX, "batches", batches.prefixes, after=FUTURE),
+    SubjectCheck(
+        "a long row: its prefixes = its beginning", "long rows", batches.long_prefixes, after=PREFIX
+    ),
+    SubjectCheck("a long row in a batch = alone", "long rows", batches.long_batches, after=ALONE),
     SubjectCheck(FIRST, "determinism", invariants.determinism),
     SubjectCheck("every parameter gets a gradient", "gradients", invariants.gradient_flow),
-    SubjectCheck(CACHED, "cache", invariants.cached_is_full),
+    SubjectCheck(CACHED, "cache", invariants.cached_is_full, after=FUTURE),
+    SubjectCheck(
+        "a long row through the cache = at once",
+        "long rows",
+        batches.long_cache,
+        after=(CACHED, CHUNKS),
+    ),
     SubjectCheck("saved and loaded, same bits", "files", invariants.reloaded),
     SubjectCheck("logits = the reference's", "reference", invariants.like_reference),
     SubjectCheck(
-        "attentions, hidden states, a cache read, same logits",
+        EXTRAS,
         "calls",
         foreign_calls.extras_change_nothing,
         of="foreign",
+    ),
+    SubjectCheck(
+        "a call leaves its arguments as they were", "calls", batches.arguments_stay, of="foreign"
+    ),
+    SubjectCheck(
+        "a mask of booleans = of numbers",
+        "calls",
+        batches.kinds_of_masks,
+        of="foreign",
+        after=PAD_HOLDS,
+    ),
+    SubjectCheck(
+        "attentions sum to 1, none to PAD or the future",
+        "outputs",
+        outputs.attention_sums,
+        of="foreign",
+        after=(FUTURE, EXTRAS),
+    ),
+    SubjectCheck(
+        "hidden states end in the logits", "outputs", outputs.hidden_states_end, of="foreign"
+    ),
+    SubjectCheck(
+        "positions with a gap change the logits", "calls", outputs.gaps_count, of="foreign"
+    ),
+    SubjectCheck("segments do not leak", "calls", outputs.segments_apart, of="foreign"),
+    SubjectCheck(
+        "the config's window is the window in effect",
+        "long rows",
+        outputs.window_in_effect,
+        of="decoder",
     ),
     SubjectCheck("a mask of ones = no mask", "calls", foreign_calls.ones_are_no_mask, of="foreign"),
     SubjectCheck(
@@ -250,6 +325,20 @@ SUBJECT_CHECKS = (
         after=REORDERED,
     ),
     SubjectCheck(
+        "generate: where a row has ended, the others go on",
+        "generate",
+        foreign_cache.some_rows_end,
+        of="decoder",
+        after=WITHOUT_CACHE,
+    ),
+    SubjectCheck(
+        "generate: every penalty at once = its formula",
+        "generate",
+        foreign_cache.generates_with_processors,
+        of="decoder",
+        after=WITHOUT_CACHE,
+    ),
+    SubjectCheck(
         "generate: static cache = growing cache",
         "generate",
         foreign_cache.static_is_dynamic,
@@ -265,6 +354,13 @@ SUBJECT_CHECKS = (
     ),
     SubjectCheck(
         "loss = cross entropy by hand", "training", foreign_training.loss_by_hand, of="foreign"
+    ),
+    SubjectCheck(
+        "loss of a long row = cross entropy by hand",
+        "long rows",
+        foreign_training.long_loss_by_hand,
+        of="foreign",
+        after="loss = cross entropy by hand",
     ),
     SubjectCheck(
         "loss of a padded batch = its rows'",
@@ -286,11 +382,25 @@ SUBJECT_CHECKS = (
         of="foreign",
     ),
     SubjectCheck(
+        "gradients of a long row = central differences",
+        "long rows",
+        foreign_slopes.long_gradients_by_differences,
+        of="foreign",
+        after="gradients = central differences",
+    ),
+    SubjectCheck(
         "gradient checkpointing on = off", "training", foreign_training.checkpointed, of="foreign"
     ),
     SubjectCheck("packed = each sequence alone", "training", foreign_training.packed, of="foreign"),
     SubjectCheck(
         "save_pretrained and back, same bits", "files", foreign_training.saved_folder, of="foreign"
+    ),
+    SubjectCheck(
+        "tied weights are one tensor after reloading",
+        "names",
+        foreign_training.ties_reloaded,
+        of="foreign",
+        after="saved and loaded, same bits",
     ),
     SubjectCheck("tied weights are one tensor", "names", foreign_training.tied, of="foreign"),
     SubjectCheck(
@@ -333,29 +443,70 @@ def groups_of(checks: Sequence[SubjectCheck]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(check.group for check in checks))
 
 
+class Examination:
+    """The checks of one subject, each run once, and not at all where its cause is known."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        checks: Sequence[SubjectCheck],
+        *,
+        skip: Mapping[str, str] | None = None,
+    ) -> None:
+        self.subject, self.checks = subject, {check.name: check for check in checks}
+        self.skip = skip or {}
+        self._findings: dict[str, Finding] = {}
+        self._causes: dict[str, str] = {}  # of rows that failed, or were not asked for that reason
+
+    def finding(self, name: str, *, begin: Begin | None = None) -> Finding:
+        """Return the finding of a check; the rows that would explain its failure run first."""
+        if name not in self._findings:
+            check = self.checks[name]
+            for before in check.before:
+                if before in self.checks and before != name:
+                    self.finding(before, begin=begin)
+            if begin is not None:
+                begin(name)
+            self._findings[name] = self._found(check)
+        return self._findings[name]
+
+    def _found(self, check: SubjectCheck) -> Finding:
+        causes = (self._causes.get(before) for before in check.before)
+        cause = next(filter(None, causes), "")
+        reason = f"{EXPLAINED} '{cause}' does not hold" if cause else ""
+        reason = f"skipped: {self.skip[check.name]}" if check.name in self.skip else reason
+        if reason:
+            if cause:
+                self._causes[check.name] = cause
+            measure = Measure(0.0, 0.0, self.subject.size, reason)
+            dtype = dtype_of(self.subject)
+            return finding_of(check, self.subject.name, dtype, measure, "not offered", 0.0)
+        finding = run_subject_check(check, self.subject)
+        if finding.verdict == "bug" or finding.explains:
+            self._causes[check.name] = check.name
+        return finding
+
+
 def verify_subject(
     subject: Subject,
     *,
     only: str | None = None,
     deep: bool = False,
     begin: Begin | None = None,
+    skip: Mapping[str, str] | None = None,
+    shard: tuple[int, int] | None = None,
     checks: Sequence[SubjectCheck] = SUBJECT_CHECKS,
 ) -> Iterator[Finding]:
-    """Run every check that this subject offers; `deep` adds slow checks."""
-    causes: dict[str, str] = {}  # of rows that failed, or were not asked for that reason
-    for check in subject_checks(subject, only=only, deep=deep, checks=checks):
-        if begin is not None:
-            begin(check.name)
-        cause = causes.get(FIRST) or causes.get(check.after)
-        if cause is not None:
-            causes[check.name] = cause
-            reason = Measure(0.0, 0.0, subject.size, f"not asked, as '{cause}' does not hold")
-            yield finding_of(check, subject.name, dtype_of(subject), reason, "not offered", 0.0)
-            continue
-        finding = run_subject_check(check, subject)
-        if finding.failed or finding.explains:
-            causes[check.name] = check.name
-        yield finding
+    """Run every check that this subject offers; `deep` adds slow checks.
+
+    Those in `skip` are not run: the reason stands in their place. Of `shard=(3, 8)` every eighth
+    check from the third on is yielded; what would explain its failure runs too.
+    """
+    chosen = subject_checks(subject, only=only, deep=deep, checks=checks)
+    examination = Examination(subject, chosen, skip=skip)
+    part, parts = shard or (1, 1)
+    for check in chosen[part - 1 :: parts]:
+        yield examination.finding(check.name, begin=begin)
 
 
 def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
@@ -368,8 +519,20 @@ def run_subject_check(check: SubjectCheck, subject: Subject) -> Finding:
         measure, verdict = Measure(0.0, 0.0, subject.size, str(reason)), "not offered"
     except Exception as error:  # a stranger's model may raise anything
         measure = Measure(float("inf"), 0.0, subject.size, f"the model raised {short(error)}")
-        verdict = "raised" if subject.model is None else "bug"  # a library's own has no excuse
-    return finding_of(check, subject.name, dtype, measure, verdict, time.perf_counter() - start)
+        verdict = "error" if subject.model is None else "bug"  # a library's own has no excuse
+    seconds = time.perf_counter() - start
+    finding = finding_of(check, subject.name, dtype, measure, verdict, seconds)
+    return with_witness(finding, check.run, subject) if verdict == "bug" else finding
+
+
+def with_witness(finding: Finding, run: Callable[[Subject], Measure], subject: Subject) -> Finding:
+    """Add to a failure the lines that repeat it, and the first module that differs."""
+    seen = witness(run, subject)
+    if seen is None:
+        return finding
+    place = f"first module that differs: {seen.module}" if seen.module else ""
+    note = "; ".join(filter(None, (finding.note, place)))
+    return replace(finding, note=note, repro=seen.script)
 
 
 def _within_chance(subject: Subject, measure: Measure) -> Measure:

@@ -18,9 +18,10 @@ from torch import nn
 
 from glasscheck.errors import CheckFailed, InputError, nearest
 from glasscheck.foreign import untouched
+from glasscheck.formats import Case, junit_xml
 from glasscheck.measure import NotOffered, short
 from glasscheck.patients import Patient
-from glasscheck.report import Case, Style, junit_xml, plain
+from glasscheck.report import Style, plain
 from glasscheck.setups import Symptom, Verdict, setup_of
 from glasscheck.subject import named
 from glasscheck.symptoms import examples, gradients, steps, targets

@@ -13,15 +13,17 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glasscheck.errors import InputError
 from glasscheck.measure import NotOffered, relative_gap, seeded, short
@@ -31,8 +33,29 @@ from glasscheck.measure import NotOffered, relative_gap, seeded, short
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 
 #: The names that libraries give to the token ids and the mask (True or 1 = real token).
-TOKEN_ARGUMENTS = ("input_ids", "tokens", "x", "ids", "idx", "token_ids")
-MASK_ARGUMENTS = ("attention_mask", "valid", "mask")
+TOKEN_ARGUMENTS = (
+    "input_ids",
+    "tokens",
+    "x",
+    "ids",
+    "idx",
+    "token_ids",
+    "inputs",
+    "input",
+    "input_tokens",
+    "src",
+    "text",
+)
+MASK_ARGUMENTS = ("attention_mask", "valid", "mask", "padding_mask", "key_padding_mask", "pad_mask",
+                  "src_key_padding_mask")  # fmt: skip
+#: Masks that by convention mark padding, not tokens.
+MARKS_PADDING = ("padding_mask", "key_padding_mask", "pad_mask", "src_key_padding_mask")
+LABEL_ARGUMENTS = ("labels", "targets", "target", "y", "lm_labels", "label")
+POSITION_ARGUMENTS = ("position_ids", "positions", "pos", "pos_ids")
+#: Source and target of an encoder-decoder, and the masks of both.
+SOURCES = (("input_ids", "decoder_input_ids"), ("src", "tgt"), ("source", "target"))
+SOURCE_MASKS = ("attention_mask", "src_key_padding_mask", "src_mask", "source_mask")
+TARGET_MASKS = ("decoder_attention_mask", "tgt_key_padding_mask")
 #: The names of a cache, as argument and in the result.
 CACHE_ARGUMENTS = (
     "past_key_values",
@@ -43,7 +66,15 @@ CACHE_ARGUMENTS = (
     "layer_past",
     "kv_cache",
     "cache",
+    "mems",
+    "hx",
+    "hidden",
+    "hidden_state",
+    "inference_params",
+    "input_pos",
 )
+#: What a module is asked to make its caches with, where they are its own.
+SETUPS = ("setup_caches", "set_kv_cache")
 #: The names of a config's or a module's context length.
 LENGTHS = (
     "max_position_embeddings",
@@ -58,6 +89,10 @@ LENGTHS = (
 )
 #: Lengths at which a module is tried when it does not say its own.
 TRIED = (23, 16, 11, 8, 5, 3)
+#: Lengths of which a module may take multiples alone.
+MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
+#: Tokens for which caches of a fixed size have room.
+ROOM = 320
 SOURCE_LENGTH = 7
 
 
@@ -184,23 +219,82 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+def precision_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of the first parameter of numbers; float32 where there is none."""
+    held = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(held, torch.float32)
+
+
+def parts_of(result: Any) -> dict[str, Any]:
+    """Return the parts of a result by name: a mapping's, a dataclass's, a tuple's by number."""
+    if isinstance(result, Mapping):
+        return dict(result)
+    if is_dataclass(result) and not isinstance(result, type):
+        return {field.name: getattr(result, field.name) for field in fields(result)}
+    if isinstance(result, tuple) and hasattr(result, "_asdict"):
+        return dict(result._asdict())
+    if isinstance(result, (tuple, list)):
+        return {str(i): part for i, part in enumerate(result)}
+    held = getattr(result, "__dict__", {})
+    return {} if isinstance(result, Tensor) else dict(held)
+
+
 def tensor_of(result: Any) -> Tensor:
     """Return the logits, or the last hidden state, in what a forward returned."""
     if isinstance(result, Tensor):
         return result
-    if isinstance(result, Mapping):
-        for name in ("logits", "prediction_logits", "last_hidden_state"):
-            if isinstance(result.get(name), Tensor):
-                return cast(Tensor, result[name])
-        ends = [t for name, t in result.items() if name.endswith("_logits") and t is not None]
-        if ends and all(t.ndim == 2 and t.shape == ends[0].shape for t in ends):
-            return torch.stack(ends, -1)  # where an answer starts and where it ends
-    if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
-        return result[0]
+    parts = parts_of(result)
+    for name in ("logits", "prediction_logits", "last_hidden_state"):
+        if isinstance(parts.get(name), Tensor):
+            return cast(Tensor, parts[name])
+    ends = [t for name, t in parts.items() if name.endswith("_logits") and t is not None]
+    if ends and all(t.ndim == 2 and t.shape == ends[0].shape for t in ends):
+        return torch.stack(ends, -1)  # where an answer starts and where it ends
+    tensors = [t for t in parts.values() if isinstance(t, Tensor) and t.ndim >= 2]
+    if isinstance(result, (tuple, list)) and tensors:
+        return tensors[0]  # a loss may come before
+    deep = [t for t in tensors if t.ndim == 3 and t.is_floating_point()]
+    if len(deep) == 1:
+        return deep[0]
     raise InputError(
         f"the module returned a {type(result).__name__}",
         hint="pass logits=lambda tokens, valid: ... that returns a tensor",
     )
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """Return the loss in what a forward returned: of that name, or the only number."""
+    parts = parts_of(result)
+    found = parts.get("loss")
+    if found is None:
+        numbers = [t for t in parts.values() if isinstance(t, Tensor) and t.numel() == 1]
+        found = numbers[0] if len(numbers) == 1 else None
+    if isinstance(result, Tensor) and result.ndim == 0:
+        found = result
+    return found.reshape(()) if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: its arguments, its result, and the logits that were read in it."""
+
+    module: nn.Module
+    given: Mapping[str, Any]
+    result: Any
+
+
+@dataclass(slots=True)
+class Log:
+    """The calls of one row, while it is repeated to find out where it fails."""
+
+    recording: bool = False
+    calls: list[Call] = field(default_factory=list)
+
+    def note(self, module: nn.Module, given: Mapping[str, Any], result: Any) -> None:
+        """Keep a call, where calls are being recorded."""
+        if self.recording:
+            kept = {k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()}
+            self.calls.append(Call(module, kept, result))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,8 +315,19 @@ class Foreign:
     specials: frozenset[int]
     first_position: int = 0
     mask_needed: bool = False
+    marks_padding: bool = False  # True in its mask is padding
     lead: int = 0  # positions of its own that the results begin with (prompt tuning)
+    source_name: str = "input_ids"
+    source_mask: str | None = "attention_mask"
+    position_name: str | None = None  # positions that every call must be given
+    label_name: str | None = None
+    labels_for_all: bool = False  # without labels it returns the last position alone
+    state_name: str | None = None  # the argument of a cache
+    time_first: bool = False  # (T, B), not (B, T)
+    multiple: int = 1  # of how many tokens a row must be
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments of every call
     fresh: Callable[[], nn.Module] | None = None
+    log: Log = field(default_factory=Log, repr=False, compare=False)  # shared with its twins
 
     # --- calling ---
 
@@ -245,14 +350,15 @@ class Foreign:
         """Return the source of an encoder-decoder: the second half of the last rows is padding."""
         tokens_1S = self.draw(1, SOURCE_LENGTH, seed=51)
         valid_1S = torch.ones(1, SOURCE_LENGTH + extra, dtype=torch.bool)
-        valid_1S[0, SOURCE_LENGTH // 2 + 2 :] = False
+        if self.source_mask is not None:
+            valid_1S[0, SOURCE_LENGTH // 2 + 2 :] = False
         tokens_1S = torch.cat((tokens_1S, torch.full((1, extra), self.pad)), 1)
         fill = torch.full_like(tokens_1S, self.pad) if pad is None else pad
         tokens_1S = torch.where(valid_1S, tokens_1S, fill)
-        return {
-            "input_ids": tokens_1S.repeat(rows, 1).to(self.device),
-            "attention_mask": valid_1S.long().repeat(rows, 1).to(self.device),
-        }
+        given = {self.source_name: self._laid(tokens_1S.repeat(rows, 1))}
+        if self.source_mask is not None:
+            given[self.source_mask] = self._mask(valid_1S.repeat(rows, 1), self.source_mask)
+        return given
 
     def draw(self, rows: int, length: int, *, seed: int) -> Tensor:
         """Return random tokens that are no special ones."""
@@ -264,30 +370,80 @@ class Foreign:
         self, tokens_BT: Tensor | None, valid_BT: Tensor | None = None, /, **extra: Any
     ) -> Any:
         """Call the module's forward and return its result as it is."""
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = dict(self.fixed)
         if tokens_BT is not None:
-            given[self.token_name] = tokens_BT.to(self.device)
+            extra = self._filled_too(extra, tokens_BT)
+            tokens_BT, valid_BT = self._filled(tokens_BT, valid_BT)
+            given[self.token_name] = self._laid(tokens_BT)
+            if self.position_name is not None:
+                at = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+                given[self.position_name] = self._laid(at)
+            if self.labels_for_all and self.label_name is not None:
+                given[self.label_name] = self._laid(tokens_BT)
         if valid_BT is None and self.mask_needed and tokens_BT is not None:
             valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
         if valid_BT is not None:
             if self.mask_name is None:
                 raise NotOffered("its forward takes no mask")
-            as_number = self.mask_name.endswith("attention_mask")
-            given[self.mask_name] = (valid_BT.long() if as_number else valid_BT).to(self.device)
-        if self.kind == "encoder-decoder" and not {"input_ids", "encoder_outputs"} & set(extra):
+            given[self.mask_name] = self._mask(valid_BT, self.mask_name)
+        own = {self.source_name, "encoder_outputs"}
+        if self.kind == "encoder-decoder" and not own & set(extra):
             rows = len(tokens_BT) if tokens_BT is not None else extra.get("rows", 1)
             given |= self.source(rows)
-        moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in extra.items()}
-        return self.module(**{**given, **moved})
+        given |= {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in extra.items()}
+        result = self.module(**given)
+        self.log.note(self.module, given, result)
+        return result
+
+    def _laid(self, tensor_BT: Tensor) -> Tensor:
+        """Return a tensor of tokens in the module's layout, on its device."""
+        return (tensor_BT.t() if self.time_first else tensor_BT).to(self.device)
+
+    def _mask(self, valid_BT: Tensor, name: str) -> Tensor:
+        """Return a mask in the module's convention: whole numbers, or booleans."""
+        valid_BT = ~valid_BT if self.marks_padding or name in MARKS_PADDING else valid_BT
+        return (valid_BT.long() if name.endswith("attention_mask") else valid_BT).to(self.device)
+
+    def _filled(self, tokens_BT: Tensor, valid_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Fill rows on the right up to a length that the module takes."""
+        missing = -tokens_BT.shape[1] % self.multiple
+        if missing:
+            if valid_BT is None and self.kind == "encoder":
+                valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+            tokens_BT = torch.nn.functional.pad(tokens_BT, (0, missing), value=self.pad)
+            if valid_BT is not None:
+                valid_BT = torch.nn.functional.pad(valid_BT, (0, missing), value=False)
+        return tokens_BT, valid_BT
+
+    def _filled_too(self, extra: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
+        """Fill labels and positions as their tokens are: the last ones count for nothing."""
+        B, T = tokens_BT.shape
+        missing = -T % self.multiple
+        filled = dict(extra)
+        for name, value in extra.items() if missing else ():
+            if isinstance(value, Tensor) and value.shape == (B, T):
+                more = torch.arange(T, T + missing).expand(B, missing)
+                if name == self.label_name:
+                    more = torch.full_like(more, -100)
+                filled[name] = torch.cat((value.cpu(), more.to(value.dtype)), 1)
+        return filled
 
     def logits(self, tokens_BT: Tensor, valid_BT: Tensor | None = None, /, **extra: Any) -> Tensor:
         """Return the logits of a call, on the CPU, without those of the module's own positions."""
+        if self.state_name == "input_pos" and self.position_name == "input_pos":
+            return self.feed(tokens_BT, valid_BT)[0]  # it computes through its cache alone
         return self.cut(tensor_of(self.call(tokens_BT, valid_BT, **extra)), tokens_BT)
 
     def cut(self, logits: Tensor, tokens_BT: Tensor) -> Tensor:
         """Return logits, on the CPU, without those of the module's own positions."""
-        longer = self.lead and logits.shape[1] > tokens_BT.shape[1]
-        return (logits[:, self.lead :] if longer else logits).cpu()
+        if self.time_first and logits.ndim == 3:
+            logits = logits.transpose(0, 1)
+        longer = logits.ndim == 3 and logits.shape[1] > tokens_BT.shape[1]
+        if longer and self.lead:
+            logits = logits[:, self.lead :]
+        elif longer and self.multiple > 1:
+            logits = logits[:, : tokens_BT.shape[1]]
+        return logits.cpu()
 
     def positions(self, valid_BT: Tensor) -> Tensor:
         """Count the real tokens: the documented `position_ids` of a padded batch."""
@@ -303,9 +459,7 @@ class Foreign:
     @property
     def cache_name(self) -> str | None:
         """The argument that takes a cache, or None."""
-        if self.kind == "encoder":
-            return None
-        return next((name for name in CACHE_ARGUMENTS if name in self.arguments), None)
+        return None if self.kind == "encoder" else self.state_name
 
     def feed(
         self,
@@ -320,23 +474,62 @@ class Foreign:
             raise NotOffered("its forward takes no cache")
         if self.offers("cache", "return_intermediates"):
             return self._feed_whole(tokens_BT, valid_BT, past)
+        if name in ("input_pos", "inference_params"):
+            return self._feed_own(name, tokens_BT, valid_BT, past)
+        if self.multiple > 1:
+            raise NotOffered(f"it takes multiples of {self.multiple} tokens alone")
         extra: dict[str, Any] = {name: past}
         begun = past is not None
         if self.offers("use_cache") or self.any_argument:
             extra["use_cache"] = True
         if valid_BT is not None and self.offers("position_ids"):
             extra["position_ids"] = self.positions(valid_BT)[:, -tokens_BT.shape[1] :]
+        elif self.position_name is not None and begun:
+            raise NotOffered("positions behind its cache must be given, and none of its length is")
         result = self.call(tokens_BT, valid_BT, **extra)
-        if isinstance(result, tuple) and len(result) > 1:  # logits, cache
-            past = result[1]
-        else:
-            past = result.get(name) if isinstance(result, Mapping) else None
+        past = _state_in(result, name, past)
         if past is None:
             raise NotOffered(f"its result holds no {name}")
         logits = tensor_of(result)
         if self.lead and begun and logits.shape[1] > tokens_BT.shape[1]:
             raise NotOffered(f"each call of its forward begins with {self.lead} positions anew")
         return self.cut(logits, tokens_BT), past
+
+    def _feed_own(
+        self, name: str, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
+    ) -> tuple[Tensor, Any]:
+        """Read tokens where the module, or an object of the caller's, holds what went before."""
+        if valid_BT is not None:
+            raise NotOffered("its cache goes without a mask")
+        B, T = tokens_BT.shape
+        if name == "inference_params":
+            past = past or SimpleNamespace(
+                max_seqlen=ROOM,
+                max_batch_size=B,
+                seqlen_offset=0,
+                batch_size_offset=0,
+                key_value_memory_dict={},
+                lengths_per_sample=None,
+            )
+            result = self.call(tokens_BT, inference_params=past)
+            past.seqlen_offset += T
+            return self.cut(tensor_of(result), tokens_BT), past
+        if past is None:  # a module of its own, so that other calls have no cache
+            past = (self.twin(with_caches(copy.deepcopy(self.module), B)), 0)
+        twin, begun = past
+        at = torch.arange(begun, begun + T)
+        if self.rows_of_positions:
+            at = at.expand(B, T)
+        twin = replace(twin, position_name=None)
+        result = twin.call(tokens_BT, input_pos=at)
+        return twin.cut(tensor_of(result), tokens_BT), (twin, begun + T)
+
+    @property
+    def rows_of_positions(self) -> bool:
+        """True if `input_pos` has a row for each row of the batch."""
+        forward = inspect.unwrap(inner(self.module).forward)
+        said = forward.__doc__ or ""
+        return "[b x s]" in said or "[b" in said.partition("input_pos")[2][:200]
 
     def _feed_whole(
         self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
@@ -386,8 +579,7 @@ class Foreign:
         with torch.random.fork_rng(devices=[]):
             again = type(plain)(config)
         again.load_state_dict(plain.state_dict())
-        like = next(plain.parameters())
-        return self.twin(again.to(device=like.device, dtype=like.dtype))
+        return self.twin(again.to(device=device_of(plain), dtype=precision_of(plain)))
 
     def reloaded(self) -> "Foreign":
         """Return a new object that read this one's state dict from a file.
@@ -407,7 +599,47 @@ class Foreign:
         if set(again.state_dict()) != set(state) or _hooks(again) != _hooks(plain):
             again = erased(plain)  # parts were added after it was built
         as_precise(again, plain).load_state_dict({**state, **_through_a_file(tensors)})
-        return self.twin(again.to(device=next(plain.parameters()).device))
+        return self.twin(again.to(device=device_of(plain)))
+
+
+def _state_in(result: Any, name: str, past: Any) -> Any:
+    """Return the cache in a result: of the argument's name, the next one's, or what is no logits.
+
+    A cache that the caller gave and the forward filled need not be returned.
+    """
+    parts = parts_of(result)
+    stem = name.removeprefix("past_").removesuffix("s")
+    for key, value in parts.items():
+        if value is not None and (key == name or stem in key) and key != "logits":
+            return value
+    logits = None if isinstance(result, Tensor) else tensor_of(result)
+    others = [v for v in parts.values() if v is not None and v is not logits and _may_be_state(v)]
+    return others[0] if isinstance(result, (tuple, list)) and others else past
+
+
+def _may_be_state(value: Any) -> bool:
+    return not isinstance(value, (bool, int, float, str)) and not (
+        isinstance(value, Tensor) and value.ndim == 0
+    )
+
+
+def with_caches(module: nn.Module, rows: int) -> nn.Module:
+    """Let a module make caches of its own, for this many rows."""
+    make = next((getattr(module, n) for n in SETUPS if callable(getattr(module, n, None))), None)
+    if make is None:
+        raise NotOffered("it takes input_pos, and shows nothing that makes its caches")
+    wanted = number(getattr(module, "config", module), *LENGTHS) or ROOM
+    known = {"dtype": precision_of(module), "device": device_of(module)}
+    given: dict[str, Any] = {}
+    for name, p in inspect.signature(make).parameters.items():
+        if "batch" in name:
+            given[name] = rows
+        elif "len" in name and (p.default is p.empty or "max" in name):
+            given[name] = min(wanted, ROOM)
+        elif name in known:
+            given[name] = known[name]
+    make(**given)
+    return module
 
 
 def _through_a_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -470,59 +702,142 @@ def foreign_of(
     vocab_size: int | None = None,
     causal: bool | None = None,
     fresh: Callable[[], nn.Module] | None = None,
+    call: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Foreign:
-    """Read from its signature and config how a module is called."""
-    plain = inner(module)
+    """Read from its signature and config how a module is called.
+
+    `call` are arguments of every call; `names` say what an argument is that no convention tells:
+    {"tokens": ..., "mask": ..., "cache": ..., "labels": ...}.
+    """
+    plain, told = inner(module), dict(names or {})
     parameters = list(inspect.signature(plain.forward).parameters.values())
-    names = frozenset(p.name for p in parameters)
+    arguments = frozenset(p.name for p in parameters)
+    for what, name in told.items():
+        if name not in arguments or what not in ("tokens", "mask", "cache", "labels"):
+            raise InputError(
+                f"{type(plain).__name__}.forward has no '{name}' to take for {what}",
+                hint="names: tokens, mask, cache or labels, each an argument of the forward",
+            )
+
+    def pick(what: str, known: tuple[str, ...]) -> str | None:
+        return told.get(what) or next((n for n in known if n in arguments), None)
+
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    needed = {p.name for p in parameters if p.default is p.empty}
     config = config_of(module)
     outer = getattr(configured(module), "config", None)
-    both = "decoder_input_ids" in names and bool(getattr(outer, "is_encoder_decoder", True))
-    token_name = next((n for n in TOKEN_ARGUMENTS if n in names), None)
-    if token_name is None and causal is not None:  # else nobody says which way it reads
-        token_name = _only(parameters)
-    mask_name = next((n for n in MASK_ARGUMENTS if n in names), "mask" if takes_any else None)
+    source, target = next((pair for pair in SOURCES if set(pair) <= arguments), ("", ""))
+    both = bool(target) and bool(getattr(outer, "is_encoder_decoder", True))
+    both = both and (target != "target" or "target" in needed)  # else these are labels
+    token_name = pick("tokens", TOKEN_ARGUMENTS) or _only(parameters)
     vocab = vocab_size or vocabulary_of(module, decoder=both)
     if token_name is None:
-        only = _only(parameters)
         raise InputError(
             f"cannot tell which argument of {type(plain).__name__}.forward takes token ids",
             where=f"forward({', '.join(p.name for p in parameters)})",
-            hint="pass logits=lambda tokens, valid: ..., or let the factory return a Subject"
-            + (f"; causal=True or causal=False takes '{only}' for them" if only else ""),
+            hint="pass names={'tokens': ...}, or logits=lambda tokens, valid: ..., or let the "
+            "factory return a Subject",
         )
+    mask_name = pick("mask", MASK_ARGUMENTS) or ("mask" if takes_any else None)
     kind: Kind = (
         "decoder"
         if causal or (causal is None and _reads_forward_only(configured(plain)))
         else "encoder"
     )
     if both:
-        kind, token_name = "encoder-decoder", "decoder_input_ids"
-        mask_name = "decoder_attention_mask" if "decoder_attention_mask" in names else None
+        kind, token_name = "encoder-decoder", target
+        mask_name = pick("mask", TARGET_MASKS)
     pad = getattr(config, "pad_token_id", None)
     pad = getattr(outer, "pad_token_id", None) if pad is None else pad
     specials = _specials(config) | _specials(outer)
     if len([i for i in specials if 0 <= i < vocab]) > vocab // 2:
         specials = frozenset()
     pad = pad if isinstance(pad, int) and 0 <= pad < vocab else 0
-    needed = any(p.name == mask_name and p.default is p.empty for p in parameters)
+    state_name = pick("cache", CACHE_ARGUMENTS)
+    positions = next((n for n in (*POSITION_ARGUMENTS, "input_pos") if n in needed), None)
+    fixed = dict(call or {})
     found = Foreign(
         module=module,
         kind=kind,
-        arguments=names,
+        arguments=arguments,
         any_argument=takes_any,
         token_name=token_name,
-        mask_name=mask_name,
+        mask_name=None if mask_name in fixed else mask_name,
         vocab_size=vocab,
         pad=pad,
         specials=specials | {pad} if vocab > 2 else frozenset(),
-        mask_needed=needed and mask_name in names,
+        mask_needed=mask_name in needed,
         fresh=fresh,
+        source_name=source or "input_ids",
+        source_mask=next((n for n in SOURCE_MASKS if n in arguments), None) if both else None,
+        position_name=None if positions in fixed else positions,
+        label_name=pick("labels", LABEL_ARGUMENTS),
+        state_name=None if state_name in fixed else state_name,
+        fixed=fixed,
     )
+    found = _of_its_lengths(_of_its_layout(found))
     if kind == "encoder" and causal is None and _never_looks_ahead(found):
         return replace(found, kind="decoder")
     return found
+
+
+#: What a forward says of tokens whose first axis is time.
+TIME_FIRST = re.compile(
+    r"\b(T|L|S|seq\w*|time\w*|length)\s*,\s*(B|N|bsz|batch\w*)\b", re.IGNORECASE
+)
+
+
+@torch.no_grad()
+def _of_its_layout(foreign: Foreign) -> Foreign:
+    """Return a module that takes (T, B) as such: where it says so, and computes so."""
+    plain = inner(foreign.module)
+    try:
+        said = TIME_FIRST.search(f"{plain.forward.__doc__}\n{inspect.getsource(plain.forward)}")
+    except (OSError, TypeError):
+        said = None
+    if not said:
+        return foreign
+    tokens = foreign.draw(3, 5, seed=54)
+    changed = tokens.clone()
+    changed[0] = (changed[0] + 1) % foreign.vocab_size
+    with contextlib.suppress(Exception):  # the first real call reports it
+        one, other = (tensor_of(foreign.call(ids)) for ids in (tokens, changed))
+        if one.shape[:2] == (3, 5) and not torch.equal(one[1], other[1]):
+            return replace(foreign, time_first=True)
+    return foreign
+
+
+@torch.no_grad()
+def _of_its_lengths(foreign: Foreign) -> Foreign:
+    """Return a module that takes multiples of a length alone as such; rows are then filled up."""
+
+    def takes(length: int) -> Tensor | None:
+        with contextlib.suppress(Exception):  # a stranger's model may raise anything
+            return foreign.logits(foreign.draw(2, length, seed=60))
+        return None
+
+    if foreign.kind != "decoder" and foreign.mask_name is None:
+        return foreign
+    first = takes(5)
+    if first is not None:
+        alone = first.ndim == 2 or first.shape[1] == 1
+        if alone and foreign.label_name is not None:
+            every = replace(foreign, labels_for_all=True)
+            with contextlib.suppress(Exception):
+                if every.logits(foreign.draw(2, 5, seed=60)).shape[1] == 5:
+                    return every
+        with training(foreign.module):  # where some want multiples only for gradients
+            trains = takes(11) is not None
+            again = [] if trains else [m for m in MULTIPLES if takes(m * (11 // m + 1)) is not None]
+        return replace(foreign, multiple=again[0]) if again else foreign
+    if any(takes(length) is not None for length in (3, 7, 11, 23)):
+        return foreign
+    stated = number(config_of(foreign.module), *LENGTHS) or number(inner(foreign.module), *LENGTHS)
+    for length in (*MULTIPLES, *((stated,) if stated and stated <= ROOM else ())):
+        if takes(length) is not None:
+            return replace(foreign, multiple=length)
+    return foreign
 
 
 @torch.no_grad()
@@ -749,25 +1064,36 @@ def says_unused(foreign: Foreign) -> bool:
     return False
 
 
+class _Dtypes(TorchDispatchMode):
+    """Note the floating dtypes of everything that is computed from more than one number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, and note the dtype of a result that came from numbers of some dtype."""
+        result = func(*args, **(kwargs or {}))
+        given = any(isinstance(a, Tensor) and a.is_floating_point() for a in args)
+        kept = given and isinstance(result, Tensor) and result.is_floating_point()
+        if kept and result.numel() > 1:
+            self.seen.add(result.dtype)
+        return result
+
+
 @torch.no_grad()
 def computed_in(foreign: Foreign, tokens_BT: Tensor) -> torch.dtype | None:
-    """Return the dtype in which parts compute, where it is narrower than that of all weights."""
-    seen: set[torch.dtype] = set()
+    """Return the dtype in which it computes somewhere, where that is narrower than its weights'.
 
-    def note(part: nn.Module, _: object, result: Any) -> None:
-        if isinstance(result, Tensor) and result.is_floating_point():
-            seen.add(result.dtype)
-
-    handles = [part.register_forward_hook(note) for part in foreign.module.modules()]
-    try:
+    Seen operation by operation, so that a cast within a forward counts.
+    """
+    mode = _Dtypes()
+    with mode:
         foreign.logits(tokens_BT)
-    finally:
-        for handle in handles:
-            handle.remove()
-    narrowest = min(seen, key=lambda d: d.itemsize, default=None)
+    narrowest = min(mode.seen, key=lambda d: d.itemsize, default=None)
     held = {p.dtype.itemsize for p in foreign.module.parameters() if p.is_floating_point()}
-    both = (torch.float16, torch.bfloat16)
-    return narrowest if narrowest in both and held and narrowest.itemsize < min(held) else None
+    known = (torch.float16, torch.bfloat16, torch.float32)
+    return narrowest if narrowest in known and held and narrowest.itemsize < min(held) else None
 
 
 # --- positions ----------------------------------------------------------------------------

@@ -54,6 +54,8 @@ class Measure:
     limit: str = ""
     explains: bool = False
     evident: bool = False
+    #: The two tensors that are furthest apart, to find them again in the calls they come from.
+    pair: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
     def holds(self) -> bool:
@@ -129,13 +131,14 @@ class Gaps:
     place: str = ""
     compared: int = 0
     missing: list[str] = field(default_factory=list)
+    pair: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def compare(self, ours: Tensor, reference: Tensor, where: str = "") -> float:
         """Compare two tensors of one scale; return their relative gap."""
         apart = relative_gap(ours, reference)
         self.compared += 1
         if apart > self.worst:
-            self.worst = apart
+            self.worst, self.pair = apart, (ours.detach(), reference.detach())
             place = place_of(ours, reference)
             self.place = f"{where}, {place}" if where else place
         return apart
@@ -158,7 +161,7 @@ class Gaps:
             raise NotOffered("; ".join(dict.fromkeys(self.missing)) or "nothing to compare")
         note = self.place if self.worst > (0.0 if exact else tolerance) else ""
         bar = EXACT if exact else tolerance
-        return Measure(self.worst, bar, size, note, rounding=tolerance, limit=limit)
+        return Measure(self.worst, bar, size, note, rounding=tolerance, limit=limit, pair=self.pair)
 
 
 def short(error: BaseException) -> str:

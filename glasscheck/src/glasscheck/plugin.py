@@ -1,18 +1,22 @@
 """A pytest plugin: the certificate as a fixture, and as one test for each row.
 
-pytest finds it where glasscheck is installed; torch is imported by the first model alone.
-`pytest --glass package.module:factory` adds a test for each row of that model, and
-`--glass "package.module:factory::row"`, the id of such a test, that row alone.
+pytest finds it where glasscheck is installed. `pytest --glass package.module:factory` adds a test
+for each row of that model, `pytest --glasscheck` those of `[tool.glasscheck]` in pyproject.toml,
+and `--glass "package.module:factory::row"`, the id of such a test, that row alone. Collecting them
+makes no model and runs no check: `-k`, `--collect-only` and pytest-xdist take them as any tests.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:  # which imports torch, and every pytest loads this file
     from glasscheck.catalogue import Finding
+    from glasscheck.judgement import Rules
     from glasscheck.report import Report
+    from glasscheck.settings import Model
 
 
 def certify(
@@ -66,36 +70,79 @@ def glass_certificate() -> "Callable[..., Report]":
 class Certificate(pytest.Collector):
     """A model whose rows are tests; its name begins their ids."""
 
-    findings: "Sequence[Finding]"
+    model: "Model"
+    rules: "Rules"
+    wanted: str  # one row, or all
 
     def collect(self) -> Iterator["Row"]:
-        """Yield a test for each row."""
-        for finding in self.findings:
-            row = Row.from_parent(self, name=finding.name)
-            row.finding = finding
-            yield row
+        """Yield a test for each row that any model has, and one for those of its own library."""
+        from glasscheck.catalogue import SUBJECT_CHECKS
+
+        names = [check.name for check in SUBJECT_CHECKS if not check.deep]
+        for name in [*names, OWN] if not self.wanted else [self.wanted]:
+            yield Row.from_parent(self, name=name)
+
+    @cached_property
+    def rows(self) -> "Rows":
+        """The model's rows, made when the first of its tests runs."""
+        from glasscheck.catalogue import SUBJECT_CHECKS
+
+        names = [check.name for check in SUBJECT_CHECKS]
+        return Rows(self.model, self.rules, names)
+
+
+class Rows:
+    """The rows of one model, each run when it is asked for, and once."""
+
+    def __init__(self, model: "Model", rules: "Rules", names: Sequence[str]) -> None:
+        from glasscheck.errors import GlassError
+        from glasscheck.report import Rowwise
+
+        self.rules, self.names = rules, names
+        try:
+            self.report = Rowwise(model.factory, **model.options())
+        except GlassError as error:  # a test that cannot be set up, and no crash of the session
+            raise pytest.UsageError(str(error)) from error
+
+    def findings(self, name: str) -> "Sequence[Finding]":
+        """Return what a test of this name is about: a row, or all of the model's own library."""
+        if self.report.own is not None:
+            known = [f for f in self.report.own if (f.name == name)]
+            rest = [f for f in self.report.own if f.name not in self.names]
+            return rest if name == OWN else known
+        skip = self.rules.skipped(self.report.name)
+        return () if name == OWN else self.report.findings(name, skip=skip)
+
+
+#: The test of what a library with checks of its own adds to those of any model.
+OWN = "the checks of its own library"
 
 
 class Row(pytest.Item):
-    """One row of a certificate as a test."""
-
-    finding: "Finding"
+    """One row of a certificate as a test, which runs when pytest runs it."""
 
     def runtest(self) -> None:
-        """Fail where the row is a bug; skip where it was not offered."""
-        f = self.finding
-        if f.verdict in ("not offered", "raised"):
-            pytest.skip(f.note)
-        if f.failed:
-            pytest.fail(f"{f.worst:.1e}, allowed {f.tolerance:.1e}. {f.note}", pytrace=False)
+        """Fail where the row does; skip where it was not asked."""
+        parent = self.parent
+        assert isinstance(parent, Certificate)
+        found = parent.rules.judged_alone(parent.rows.findings(self.name))
+        failed = [f for f in found if f.failed]
+        if failed:
+            said = [f"{f.name}: {f.worst:.1e}, allowed {f.tolerance:.1e}. {f.note}" for f in failed]
+            pytest.fail("\n".join(said), pytrace=False)
+        if not found and self.name not in (*parent.rows.names, OWN):
+            pytest.fail(f"no check '{self.name}'", pytrace=False)
+        if not any(f.ran for f in found):
+            pytest.skip("; ".join(f.note for f in found) or "its library has no checks of its own")
 
     def reportinfo(self) -> tuple[str, None, str]:
         """Return the model and the row, for pytest's lines."""
-        return self.finding.subject, None, f"{self.finding.subject}: {self.name}"
+        owner = self.parent.name if self.parent is not None else ""
+        return owner, None, f"{owner}: {self.name}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--glass package.module:factory`."""
+    """Add `--glass package.module:factory` and `--glasscheck`."""
     parser.addoption(
         "--glass",
         action="append",
@@ -103,34 +150,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MODULE:FACTORY",
         help="verify what this function returns: a test for each row of the certificate",
     )
+    parser.addoption(
+        "--glasscheck",
+        action="store_true",
+        help="verify the models of [tool.glasscheck] in pyproject.toml",
+    )
 
 
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add a test for each row of each model that was named."""
-    for reference in config.getoption("--glass"):
-        certificate = Certificate.from_parent(
-            session, name=_model(reference), nodeid=_model(reference)
-        )
-        certificate.findings = _findings(reference)
-        report = certificate.ihook.pytest_make_collect_report(collector=certificate)
-        certificate.ihook.pytest_collectreport(report=report)  # so that they are counted
-        items.extend(report.result)
+    """Add a test for each row of each model that was named, without making one."""
+    references = list(config.getoption("--glass"))
+    if not references and not config.getoption("--glasscheck"):
+        return
+    from glasscheck.errors import GlassError
+    from glasscheck.judgement import Rules, baseline_of
+    from glasscheck.settings import settings_of
 
-
-def _model(reference: str) -> str:
-    return reference.partition("::")[0]
-
-
-def _findings(reference: str) -> "Sequence[Finding]":
-    """Return the rows of a model, or the one that is named after `::`."""
-    from glasscheck.report import verify_reference
-
-    row = reference.partition("::")[2]
     try:
-        found = verify_reference(_model(reference)).findings
-        _known([row] if row else [], found)
-    except ValueError as error:  # a model's library has errors of its own
+        settings = settings_of(config.rootpath)
+        if config.getoption("--glasscheck"):
+            references += [model.factory for model in settings.models]
+        baseline = () if settings.baseline is None else baseline_of(settings.baseline)
+        rules = Rules(
+            strict=settings.strict, allow_errors=settings.allow_errors,
+            require=settings.require, baseline=baseline,
+        )  # fmt: skip
+        for reference in dict.fromkeys(references):
+            name, _, wanted = reference.partition("::")
+            certificate = Certificate.from_parent(session, name=name, nodeid=name)
+            certificate.model, certificate.rules = settings.of(name), rules
+            certificate.wanted = wanted
+            report = certificate.ihook.pytest_make_collect_report(collector=certificate)
+            certificate.ihook.pytest_collectreport(report=report)  # so that they are counted
+            items.extend(report.result)
+    except GlassError as error:
         raise pytest.UsageError(str(error)) from error
-    return [finding for finding in found if row in ("", finding.name)]

@@ -5,20 +5,30 @@ import itertools
 import math
 import platform
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-from xml.etree import ElementTree
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
-from glasscheck.catalogue import Begin, Finding, subject_checks, verify_subject
+from glasscheck.catalogue import (
+    FAILURES,
+    Begin,
+    Examination,
+    Finding,
+    subject_checks,
+    verify_subject,
+)
 from glasscheck.errors import CheckFailed, FileError
 from glasscheck.foreign import looks_fresh, redraw, refuse_what_cannot_run, untouched
+from glasscheck.formats import Case, annotations, badge, junit_xml, sarif
+from glasscheck.judgement import Rules, lost
 from glasscheck.subject import Logits, Subject, called, of_its_library, subject_of
 from glasscheck.threads import threads_for
+from glasscheck.witness import whole_script
 
 Style = Callable[[str, str], str]  # (text, verdict) -> text with or without colour
 Watch = Callable[[str, int, int], None]  # the row that begins, rows done, rows in all
@@ -31,6 +41,8 @@ def plain(text: str, verdict: str) -> str:
 
 #: Columns of a line that is not a row: the list of what was not offered.
 LINE = 100
+#: Reasons for checks that were not asked which the last line names.
+REASONS = 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,6 +55,15 @@ class Report:
 
     findings: tuple[Finding, ...]
     redrawn: bool = False  # fresh weights were given noise of unit scale for the checks
+
+    def judged(self, rules: Rules) -> Self:
+        """Return the report as a project's rules see it."""
+        return replace(self, findings=rules.judged(self.findings))
+
+    @property
+    def ran(self) -> int:
+        """The number of checks that were tried."""
+        return sum(f.ran for f in self.findings)
 
     @property
     def passed(self) -> int:
@@ -73,6 +94,8 @@ class Report:
                     "worst": f.worst if math.isfinite(f.worst) else None,
                     "tolerance": f.tolerance,
                     "verdict": f.verdict,
+                    "failed": f.failed,
+                    "judged": f.judged,
                     "note": f.note,
                     "seconds": round(f.seconds, 4),
                 }
@@ -81,6 +104,8 @@ class Report:
             "passed": self.passed,
             "failed": self.failed,
             "warnings": self.warnings,
+            "ran": self.ran,
+            "of": len(self.findings),
             "redrawn": self.redrawn,
             "versions": {
                 "python": platform.python_version(),
@@ -92,25 +117,37 @@ class Report:
 
     def markdown(self) -> str:
         """Return a table of what does not hold, for a pull request; the rest is counted."""
-        lines = [f"**{self.passed} passed, {self.failed} failed, {self.warnings} warnings**", ""]
+        lines = [f"**{self.summary()}**", ""]
         rows = [f for f in self.findings if f.failed or f.warned]
         if rows:
             lines += ["| verdict | check | gap | allowed | note |", "|---|---|---|---|---|"]
         for f in rows:
             note = f.note.replace("|", "\\|")
-            lines.append(f"| {f.verdict} | {f.name} | {_number(f.worst)} | {_bar(f)} | {note} |")
+            lines.append(f"| {f.word} | {f.name} | {_number(f.worst)} | {_bar(f)} | {note} |")
         return "\n".join(lines) + "\n"
 
-    def junit(self) -> str:
-        """Return JUnit XML: a test for each check; what was not offered is skipped."""
+    def cases(self) -> list[Case]:
+        """Return a test for each check; what was not asked is skipped."""
         cases = []
         for f in self.findings:
-            said = f"{f.verdict}: {_number(f.worst)}, allowed {_bar(f)}. {f.note}"
+            said = f"{f.word}: {_number(f.worst)}, allowed {_bar(f)}. {f.note}"
             outcome = "failed" if f.failed else "warning" if f.warned else "passed"
-            if f.verdict in ("not offered", "raised"):
+            if f.verdict == "not offered" and not f.failed:
                 outcome, said = "skipped", f.note
             cases.append(Case(f"{f.subject}.{f.group}", f.name, f.seconds, outcome, said))
-        return junit_xml(self.COMMAND, cases)
+        return cases
+
+    def junit(self) -> str:
+        """Return JUnit XML: a test for each check; what was not asked is skipped."""
+        return junit_xml(self.COMMAND, self.cases())
+
+    def sarif(self) -> str:
+        """Return SARIF, which code hosts show beside the lines of a change."""
+        return sarif(self.PACKAGE, self.cases())
+
+    def annotations(self) -> str:
+        """Return GitHub's workflow commands: an error or a warning for each check in question."""
+        return annotations(self.cases())
 
     def compare(self, older: Mapping[str, Any]) -> list[str]:
         """Return what changed since an older certificate (`to_dict()`): "was 3e-07, is 2e-03".
@@ -138,28 +175,16 @@ class Report:
         ]
 
     def new_failures(self, older: Mapping[str, Any]) -> list[Finding]:
-        """Return the failures that an older certificate does not have."""
+        """Return the failures that an older certificate does not have, and the rows it has lost."""
         before = _by_name(older)
-        known = {key for key, was in before.items() if was["verdict"] == "bug"}
-        return [f for f in self.findings if f.failed and (f.subject, f.name, f.dtype) not in known]
+        known = {key for key, was in before.items() if was.get("failed", was["verdict"] == "bug")}
+        new = [f for f in self.findings if f.failed and (f.subject, f.name, f.dtype) not in known]
+        already = {(f.subject, f.name) for f in new}
+        return new + [f for f in lost(before, self.findings) if (f.subject, f.name) not in already]
 
     def badge(self) -> str:
         """Return an SVG badge: how many rows passed, or failed."""
-        value = f"{self.failed} failed" if self.failed else f"{self.passed} passed"
-        colour = "#c0392b" if self.failed else "#2e7d32"
-        label = self.COMMAND
-        left, right = 12 + 7 * len(label), 12 + 7 * len(value)
-        width, middle = left + right, left + right / 2
-        font = 'font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" fill="#fff"'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" '
-            f'aria-label="{label}: {value}"><title>{label}: {value}</title>'
-            f'<clipPath id="round"><rect width="{width}" height="20" rx="3"/></clipPath>'
-            f'<g clip-path="url(#round)"><rect width="{left}" height="20" fill="#444"/>'
-            f'<rect x="{left}" width="{right}" height="20" fill="{colour}"/></g>'
-            f'<g {font} text-anchor="middle"><text x="{left / 2}" y="14">{label}</text>'
-            f'<text x="{middle}" y="14">{value}</text></g></svg>\n'
-        )
+        return badge(self.COMMAND, passed=self.passed, failed=self.failed)
 
     def raise_if_failed(self) -> None:
         """Raise an exception that names the first failure."""
@@ -174,7 +199,7 @@ class Report:
         """Return a row for each check over all subjects, then each failure on its own."""
         rows: dict[tuple[str, str], list[Finding]] = {}
         for f in self.findings:
-            if f.verdict not in ("not offered", "raised"):
+            if f.ran:
                 rows.setdefault((f.group, f.name), []).append(f)
         lines: list[str] = []
         width = max((len(name) for _, name in rows), default=0)
@@ -186,50 +211,46 @@ class Report:
                 group = row_group
                 lines.append(f"\n{group}" if lines else group)
             lines.append(_row(name.ljust(width), findings, style))
-        lines += [_failure(f, style) for f in self.findings if f.failed]
+        lines += [_failure(f, style) for f in self.findings if f.failed and f.verdict != "error"]
         lines += _warnings(self.findings, style)
-        lines += _by_reason(self.findings, "raised", "could not run", style)
+        lines += _by_reason(self.findings, "error", "could not run", style)
         lines += _by_reason(self.findings, "not offered", "not offered", style)
         if self.redrawn:
             lines += ["", "weights: fresh ones, so noise of unit scale was added for the checks"]
         verdict = "bug" if self.failed else "rounding" if self.warnings else "passed"
-        total = f"{self.passed} passed, {self.failed} failed"
+        return "\n".join([*lines, "", style(self.summary(), verdict)])
+
+    def summary(self) -> str:
+        """Return how many checks ran, what came of them, and why the others were not asked."""
+        total = f"{self.ran} of {len(self.findings)} checks ran: "
+        total += f"{self.passed} passed, {self.failed} failed"
         if self.warnings:
             total += f", {self.warnings} warning{'s' * (self.warnings > 1)}"
-        return "\n".join([*lines, "", style(total, verdict)])
+        reasons = Counter(f.note for f in self.findings if f.verdict == "not offered")
+        asked = [f"{n} ({reason})" for reason, n in reasons.most_common(REASONS)]
+        more = sum(n for _, n in reasons.most_common()[REASONS:])
+        listed = ", ".join([*asked, *([f"{more} for other reasons"] if more else [])])
+        return f"{total}; not asked: {listed}" if listed else total
 
+    def times(self) -> list[str]:
+        """Return a line for each check with its seconds, the slowest first."""
+        tried = sorted((f for f in self.findings if f.ran), key=lambda f: -f.seconds)
+        total = sum(f.seconds for f in tried)
+        return ["", f"{total:.1f} s", *(f"{f.seconds:8.2f} s  {f.name}" for f in tried)]
 
-class Case(NamedTuple):
-    """A test of a JUnit report; its outcome is passed, failed, skipped or warning."""
-
-    owner: str
-    name: str
-    seconds: float
-    outcome: str
-    said: str
-
-
-def junit_xml(title: str, cases: Sequence[Case]) -> str:
-    """Return JUnit XML of some cases."""
-    suite = ElementTree.Element(
-        "testsuite",
-        name=title,
-        tests=str(len(cases)),
-        failures=str(sum(case.outcome == "failed" for case in cases)),
-        skipped=str(sum(case.outcome == "skipped" for case in cases)),
-    )
-    for case in cases:
-        test = ElementTree.SubElement(
-            suite, "testcase", classname=case.owner, name=case.name, time=f"{case.seconds:.4f}"
-        )
-        match case.outcome:
-            case "failed":
-                ElementTree.SubElement(test, "failure", message=case.said)
-            case "skipped":
-                ElementTree.SubElement(test, "skipped", message=case.said)
-            case "warning":
-                ElementTree.SubElement(test, "system-out").text = case.said
-    return ElementTree.tostring(suite, encoding="unicode")
+    def repros(self) -> dict[str, str]:
+        """Return a script of plain torch for each failure that calls alone can show, by check."""
+        return {
+            f.name: whole_script(
+                f.repro,
+                claim=f.name,
+                allowed=f.tolerance,
+                reference=f.subject if ":" in f.subject else "",
+                redrawn=self.redrawn,
+            )
+            for f in self.findings
+            if f.failed and f.repro
+        }
 
 
 def _by_name(older: Mapping[str, Any]) -> dict[tuple[str, str, str], Mapping[str, Any]]:
@@ -271,8 +292,8 @@ def _row(name: str, findings: list[Finding], style: Style) -> str:
         columns.append(f"{dtype} {_number(worst.worst):>8} of {_bar(worst):<7}")
     subjects = list(dict.fromkeys(f.subject for f in findings))
     size = findings[0].size if len(subjects) == 1 else f"{len(subjects)} models"
-    verdict = next((f.verdict for f in findings if f.failed), "")
-    verdict = verdict or next((f.verdict for f in findings if f.warned), "passed")
+    verdict = next((f.word for f in findings if f.failed), "")
+    verdict = verdict or next((f.word for f in findings if f.warned), "passed")
     return f"  {name}  {style(verdict.ljust(8), verdict)}  {'  '.join(columns)}  {size}"
 
 
@@ -282,7 +303,7 @@ def _warnings(findings: Iterable[Finding], style: Style) -> list[str]:
     for f in findings:
         if f.warned:
             size = "" if f.verdict == "limit" else f": {_number(f.worst)}, allowed {_bar(f)}"
-            lines.append(style(f"  {f.verdict.ljust(8)}  {f.name}{size}", f.verdict))
+            lines.append(style(f"  {f.word.ljust(8)}  {f.name}{size}", f.verdict))
             lines += textwrap.wrap(
                 f.note, LINE, initial_indent=" " * 12, subsequent_indent=" " * 12
             )
@@ -314,7 +335,8 @@ def _failure(f: Finding, style: Style) -> str:
     note = f"\n  {f.note}" if f.note else ""
     where = f"{f.subject}, {f.dtype}, {f.size}" if f.size else f"{f.subject}, {f.dtype}"
     gap = f"{_number(f.worst)}, allowed {_bar(f)}"
-    return f"\n{style(f.verdict, f.verdict)}  {f.name}\n  at: {where}\n  worst: {gap}{note}"
+    word = f.verdict if f.verdict in FAILURES else f"fails ({f.verdict})"
+    return f"\n{style(word, 'bug')}  {f.name}\n  at: {where}\n  worst: {gap}{note}"
 
 
 def verify(
@@ -328,20 +350,27 @@ def verify(
     max_length: int | None = None,
     causal: bool | None = None,
     watch: Watch | None = None,
+    rules: Rules | None = None,
+    call: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> Report:
     """Check a model: any torch module, or a `Subject`.
 
     `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments; `causal`
     tells a model that reads forwards from one that reads both ways, where its config does not.
-    `watch(row, done, total)` is called before each row. The model comes back as it was: weights,
-    gradients, modes, buffers, random generators.
+    `call` are arguments of every call, `names` its arguments by role ({"cache": "memories"}, also
+    tokens, mask, labels). `watch(row, done, total)` is called before each row; `rules` say what
+    else fails, and what is known; `shard=(3, 8)` runs the third of eight parts of the checks. The
+    model comes back as it was: weights, gradients, modes, buffers, attributes, random generators.
     """
+    rules = rules or Rules()
     told = {"vocab_size": vocab_size, "max_length": max_length, "causal": causal}
     if (other := of_its_library("verify", thing)) is not None:
         found: Report = other(
             thing, only=only, deep=deep, name=name, logits=logits, watch=watch, **told
         )
-        return found
+        return found.judged(rules)
     module = _module_of(thing)
     if module is not None:
         refuse_what_cannot_run(module)
@@ -356,20 +385,77 @@ def verify(
             vocab_size=vocab_size,
             max_length=max_length,
             causal=causal,
+            call=call,
+            names=names,
         )
         begin = counted(watch, len(subject_checks(subject, only=only, deep=deep)))
         with threads_for(subject.parameter_count()):
-            findings = tuple(verify_subject(subject, only=only, deep=deep, begin=begin))
-    return Report(findings, redrawn)
+            skip = rules.skipped(subject.name)
+            findings = tuple(
+                verify_subject(subject, only=only, deep=deep, begin=begin, skip=skip, shard=shard)
+            )
+    return Report(findings, redrawn).judged(rules)
 
 
-def verify_reference(reference: str, *, causal: bool | None = None, **options: Any) -> Report:
+def verify_reference(
+    reference: str,
+    *,
+    causal: bool | None = None,
+    rules: Rules | None = None,
+    call: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Report:
     """Check what `package.module:factory` or `file.py:factory` returns."""
     made, fresh = called(reference)
     if (other := of_its_library("verify", made)) is not None:
         found: Report = other(made, name=reference, causal=causal, **options)
-        return found
-    return verify(subject_of(made, name=reference, causal=causal, fresh=fresh), **options)
+        return found.judged(rules or Rules())
+    subject = subject_of(made, name=reference, causal=causal, fresh=fresh, call=call, names=names)
+    return verify(subject, rules=rules, **options)
+
+
+class Rowwise:
+    """A model whose checks run one at a time, when they are asked for, and once.
+
+    `own` are the findings of a library with checks of its own, which runs them all at once.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        causal: bool | None = None,
+        call: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = reference
+        self.own: Sequence[Finding] | None = None
+        made, fresh = called(reference)
+        self._module = _module_of(made)
+        if (other := of_its_library("verify", made)) is not None:
+            self.own = other(made, name=reference, causal=causal).findings
+            return
+        if self._module is not None:
+            refuse_what_cannot_run(self._module)
+            if looks_fresh(self._module):
+                redraw(self._module)
+        with self._kept():
+            subject = subject_of(
+                made, name=reference, causal=causal, fresh=fresh, call=call, names=names
+            )
+        self._rows = Examination(subject, subject_checks(subject, deep=True))
+
+    def _kept(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._module is None else untouched(self._module, weights=False)
+
+    def findings(self, name: str, *, skip: Mapping[str, str] | None = None) -> list[Finding]:
+        """Return the finding of a check; none where it does not concern this kind of model."""
+        if name not in self._rows.checks:
+            return []
+        self._rows.skip = skip or {}
+        with self._kept(), threads_for(self._rows.subject.parameter_count()):
+            return [self._rows.finding(name)]
 
 
 def counted(watch: Watch | None, total: int) -> Begin | None:

@@ -9,17 +9,20 @@ import copy
 import importlib
 import importlib.metadata
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from glasscheck.errors import FileError, InputError, nearest
 from glasscheck.foreign import (
+    MARKS_PADDING,
     TRIED,
     Foreign,
     computed_in,
@@ -154,6 +157,8 @@ def subject_of_module(
     max_length: int | None = None,
     causal: bool | None = None,
     fresh: Callable[[], nn.Module] | None = None,
+    call: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Subject:
     """Make a subject of any module, called by `logits` or by its forward's argument names."""
     if logits is not None:  # a function of the caller's is bound to its module, not to a copy
@@ -168,7 +173,9 @@ def subject_of_module(
             parameters=dict(module.named_parameters()),
             train=module.train,
         )
-    foreign = foreign_of(module, vocab_size=vocab_size, causal=causal, fresh=fresh)
+    foreign = foreign_of(
+        module, vocab_size=vocab_size, causal=causal, fresh=fresh, call=call, names=names
+    )
     length = longest(foreign, told=max_length)
     return _of_foreign(foreign, name=name or type(module).__name__, max_length=length)
 
@@ -190,6 +197,7 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
         return _of_foreign(replace(foreign, lead=lead), name=name, max_length=max_length)
     per_position = len(shape) == 3 and lead == 0
     mask = foreign.mask_name
+    foreign = replace(foreign, marks_padding=per_position and _marks_padding(foreign))
 
     def double() -> Subject:
         twin = foreign.twin(copy.deepcopy(module).double())
@@ -248,6 +256,37 @@ def _refused_mask(foreign: Foreign, tokens_BT: Tensor) -> str:
     return ""
 
 
+@torch.no_grad()
+def _marks_padding(foreign: Foreign) -> bool:
+    """True if the mask, inverted, hides what it marks, and as it is said to be does not."""
+    if foreign.mask_name is None or foreign.mask_name in MARKS_PADDING:
+        return False
+    tokens = foreign.draw(2, 5, seed=56)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[:, 3:] = False
+    other = torch.cat((tokens[:, :3], foreign.draw(2, 2, seed=57)), 1)
+    begun = torch.cat((foreign.draw(2, 3, seed=58), tokens[:, 3:]), 1)
+    with contextlib.suppress(Exception):  # a stranger's model may raise anything
+        plain, changed = foreign.logits(tokens, valid), foreign.logits(other, valid)
+        turned = replace(foreign, marks_padding=True)
+        hidden, same = turned.logits(tokens, valid), turned.logits(other, valid)
+        real = turned.logits(begun, valid)
+        # a causal model never sees what stands behind: the mask must change something
+        heeds = not torch.equal(plain[:, :3], hidden[:, :3])
+        left = torch.ones_like(valid)
+        left[:, :2] = False
+        before = torch.cat((other[:, 3:], tokens[:, 2:]), 1)
+        after = torch.cat((tokens[:, 3:], tokens[:, 2:]), 1)
+        leaks = not torch.equal(
+            foreign.logits(before, left)[:, 2:], foreign.logits(after, left)[:, 2:]
+        )
+        holds = torch.equal(turned.logits(before, left)[:, 2:], turned.logits(after, left)[:, 2:])
+        reads = not torch.equal(real[:, :3], hidden[:, :3])
+        leaks |= not torch.equal(plain[:, :3], changed[:, :3])
+        return heeds and leaks and holds and reads and torch.equal(hidden[:, :3], same[:, :3])
+    return False
+
+
 # --- anything -----------------------------------------------------------------------------------
 
 
@@ -260,6 +299,8 @@ def subject_of(
     max_length: int | None = None,
     causal: bool | None = None,
     fresh: Callable[[], nn.Module] | None = None,
+    call: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Subject:
     """Make a subject of a Subject, or of any module."""
     match thing:
@@ -274,6 +315,8 @@ def subject_of(
                 max_length=max_length,
                 causal=causal,
                 fresh=fresh,
+                call=call,
+                names=names,
             )
     raise InputError(
         f"cannot verify a {type(thing).__name__}",
@@ -360,14 +403,28 @@ def made_by(factory: Any, reference: str) -> tuple[Any, Callable[[], Any] | None
             hint="name a function that returns a module or a Subject",
         )
     try:
-        made = factory()
+        made = seeded_call(factory)
     except Exception as error:
         raise InputError(
             f"the factory raised {short(error)}",
             where=reference,
             hint="it is called without arguments and returns a module or a Subject",
         ) from error
-    return made, factory if isinstance(made, nn.Module) else None
+    return made, (lambda: seeded_call(factory)) if isinstance(made, nn.Module) else None
+
+
+def seeded_call(factory: Callable[[], Any]) -> Any:
+    """Call a factory with every generator seeded, so that it makes the same weights each time."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            return factory()
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 def subject_of_factory(reference: str, *, causal: bool | None = None) -> Subject:

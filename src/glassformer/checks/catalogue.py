@@ -5,7 +5,7 @@ A float32 failure is repeated in float64: a difference that shrinks with the pre
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -338,10 +338,11 @@ def verify_subject(
     only: str | None = None,
     deep: bool = False,
     begin: Begin | None = None,
+    skip: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """Run every check that this subject offers; `deep` adds slow checks."""
+    """Run every check that this subject offers; `deep` adds slow checks, `skip` leaves some out."""
     chosen = subject_checks(subject, only=only, deep=deep)
-    yield from catalogue.verify_subject(subject, deep=deep, begin=begin, checks=chosen)
+    yield from catalogue.verify_subject(subject, deep=deep, begin=begin, skip=skip, checks=chosen)
 
 
 def verify_parts(

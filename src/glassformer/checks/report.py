@@ -8,7 +8,9 @@ from torch import nn
 
 import glasscheck.report
 from glasscheck.foreign import looks_fresh, redraw, refuse_what_cannot_run, untouched
-from glasscheck.report import Case, Style, Watch, counted, junit_xml, plain
+from glasscheck.formats import Case, junit_xml
+from glasscheck.judgement import Rules
+from glasscheck.report import Style, Watch, counted, plain
 from glasscheck.subject import Logits, Subject
 from glassformer.adapters.base import BaseAdapter
 from glassformer.checks.catalogue import (
@@ -61,14 +63,16 @@ def verify(
     max_length: int | None = None,
     causal: bool | None = None,
     watch: Watch | None = None,
+    rules: Rules | None = None,
 ) -> Report:
     """Check a model, ours or anyone's; without one, our parts and every preset.
 
     `logits=lambda tokens, valid: ...` calls a module whose forward has other arguments; `causal`
     tells a model that reads forwards from one that reads both ways, where its config does not.
-    `watch(row, done, total)` is called before each row. The model comes back as it was: weights,
-    gradients, modes, buffers, random generators.
+    `watch(row, done, total)` is called before each row; `rules` say what else fails, and what is
+    known. The model comes back as it was: weights, gradients, modes, buffers, random generators.
     """
+    rules = rules or Rules()
     if thing is not None:
         module = _module_of(thing)
         if module is not None:
@@ -88,8 +92,12 @@ def verify(
             )
             begin = counted(watch, len(subject_checks(subject, only=only, deep=deep)))
             with verifying(subject.parameter_count()):
-                findings = tuple(verify_subject(subject, only=only, deep=deep, begin=begin))
-        return Report(findings, redrawn)
+                skip = rules.skipped(subject.name)
+                findings = tuple(
+                    verify_subject(subject, only=only, deep=deep, begin=begin, skip=skip)
+                )
+        with as_ours():
+            return Report(findings, redrawn).judged(rules)
     subjects = list(sample_subjects())
     total = len(part_checks(only=only, deep=deep))
     total += sum(len(subject_checks(s, only=only, deep=deep)) for s in subjects)
@@ -102,7 +110,8 @@ def verify(
         if deep:
             for subject in sample_subjects(deep=True):
                 findings += tuple(verify_subject(subject, only=only, begin=begin))
-    return Report(findings)
+    with as_ours():
+        return Report(findings).judged(rules)
 
 
 def _module_of(thing: object) -> nn.Module | None:

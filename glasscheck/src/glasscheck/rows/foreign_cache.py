@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glasscheck.foreign import LENGTHS, Foreign, config_of, inner, number
+from glasscheck.foreign import LENGTHS, Foreign, config_of, inner, number, precision_of
 from glasscheck.measure import Gaps, Measure, NotOffered, scale_of, short
 from glasscheck.rows.foreign_calls import under
 from glasscheck.rows.invariants import (
@@ -133,6 +133,8 @@ def _writer(subject: Subject) -> Foreign:
         raise NotOffered("it continues no text")
     if getattr(module, "generation_config", None) is None:
         raise NotOffered("it has no generation config")
+    if foreign.multiple > 1:
+        raise NotOffered(f"it takes multiples of {foreign.multiple} tokens alone")
     if foreign.offers("perm_mask"):
         raise NotOffered("generate gives a perm_mask, without which it reads both ways")
     return foreign
@@ -224,7 +226,7 @@ def _behind(
 
 
 def _measured(subject: Subject, foreign: Foreign, worst: float, place: str) -> Measure:
-    bar = subject.tolerance(next(foreign.module.parameters()).dtype)
+    bar = subject.tolerance(precision_of(foreign.module))
     return Measure(worst, bar, f"{subject.size}, {NEW} tokens", place, rounding=bar)
 
 
@@ -351,3 +353,99 @@ def second_turn(subject: Subject) -> Measure:
     anew = _new_tokens(foreign, _generate(foreign, said, use_cache=True))
     going_on = _new_tokens(foreign, _generate(foreign, said, past=past, use_cache=True))
     return _measured(subject, foreign, *_behind(foreign, said, anew, going_on))
+
+
+@torch.no_grad()
+def some_rows_end(subject: Subject) -> Measure:
+    """Where one row of a batch has ended, it holds padding, and the others go on as before."""
+    foreign = _writer(subject)
+    if foreign.kind == "encoder-decoder":
+        raise NotOffered("its rows begin with a source")
+    prompt = tokens_of(subject, 3, 5, seed=139)
+    plain = _new_tokens(foreign, _generate(foreign, prompt))
+    end = int(plain[0, 1])
+    made = _generate(foreign, prompt, eos_token_id=end).sequences.cpu()[:, prompt.shape[1] :]
+    wanted = plain.clone()
+    for row in wanted:
+        at = (row == end).nonzero().flatten()
+        if len(at):
+            row[int(at[0]) + 1 :] = foreign.pad
+    wanted = wanted[:, : made.shape[1]]
+    wrong = (wanted != made).nonzero()
+    note = ""
+    if len(wrong):
+        row, t = (int(i) for i in wrong[0])
+        note = f"row {row}, new token {t}: {int(made[row, t])}, not {int(wanted[row, t])}"
+        before = wanted[row, :t]
+        if end not in before:  # chosen by logits, which may be as good as equal
+            found = _behind(
+                foreign, prompt[row : row + 1], wanted[row : row + 1], made[row : row + 1]
+            )
+            return _measured(subject, foreign, *found)
+    return Measure(float(len(wrong)), 0.0, f"{subject.size}, {NEW} tokens", note)
+
+
+#: Every penalty and processor of greedy decoding, at values that change what is written.
+PROCESSORS: dict[str, Any] = {
+    "repetition_penalty": 1.7,
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 3,
+    "exponential_decay_length_penalty": (2, 1.2),
+    "renormalize_logits": True,
+}
+
+
+@torch.no_grad()
+def generates_with_processors(subject: Subject) -> Measure:
+    """With every penalty at once, a cache or none gives the same tokens, and the formula's."""
+    foreign = _writer(subject)
+    both = foreign.kind == "encoder-decoder"
+    source = foreign.source(2) if both else {}
+    prompt = _start_of(foreign, 2) if both else tokens_of(subject, 2, 5, seed=140)
+    banned = [int(i) for i in foreign.draw(1, 3, seed=141)[0]]
+    settings = {**PROCESSORS, "suppress_tokens": banned, "eos_token_id": foreign.pad}
+    made = [
+        _generate(foreign, prompt, source=source, use_cache=cached, **settings).sequences.cpu()
+        for cached in (False, True)
+    ]
+    same = made[0].shape == made[1].shape and torch.equal(made[0], made[1])
+    size = f"{subject.size}, {NEW} tokens"
+    if not same:
+        return Measure(1.0, 0.0, size, "with a cache other tokens are written")
+    if set(made[0].flatten().tolist()) & set(banned) - set(prompt.flatten().tolist()):
+        return Measure(1.0, 0.0, size, f"a suppressed token was written: {banned}")
+    begun = prompt.shape[1]
+    for row in range(len(made[0])):
+        for t in range(begun, made[0].shape[1]):
+            context = made[0][row : row + 1, :t]
+            if t > begun and int(context[0, -1]) == foreign.pad:
+                break
+            one = {k: v[row : row + 1] for k, v in source.items()}
+            scores_V = _penalized(foreign.logits(context, **one)[0, -1], context[0])
+            scores_V[banned] = -torch.inf
+            if t - begun < PROCESSORS["min_new_tokens"]:
+                scores_V[foreign.pad] = -torch.inf
+            elif t - begun > PROCESSORS["exponential_decay_length_penalty"][0]:
+                over = t - begun - PROCESSORS["exponential_decay_length_penalty"][0]
+                power = PROCESSORS["exponential_decay_length_penalty"][1] ** over - 1
+                scores_V[foreign.pad] += scores_V[foreign.pad].abs() * power
+            chosen, best = int(made[0][row, t]), int(scores_V.argmax())
+            behind = float(scores_V[best] - scores_V[chosen]) / (scale_of(scores_V) or 1.0)
+            if behind > subject.tolerance(scores_V.dtype):
+                note = f"row {row}, new token {t - begun}: {chosen}, by the formulas {best}"
+                return Measure(behind, subject.tolerance(scores_V.dtype), size, note)
+    return Measure(0.0, 0.0, size)
+
+
+def _penalized(logits_V: Tensor, context_T: Tensor) -> Tensor:
+    """Return the logits with the penalty of tokens that were read, and no pair written twice."""
+    scores_V = logits_V.clone()
+    seen = context_T.unique()
+    penalty = PROCESSORS["repetition_penalty"]
+    scores_V[seen] = torch.where(
+        scores_V[seen] < 0, scores_V[seen] * penalty, scores_V[seen] / penalty
+    )
+    for first, second in zip(context_T[:-1].tolist(), context_T[1:].tolist(), strict=True):
+        if first == int(context_T[-1]):
+            scores_V[second] = -torch.inf
+    return scores_V

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glasscheck.foreign import Foreign, inner, training
+from glasscheck.errors import InputError
+from glasscheck.foreign import SOURCE_LENGTH, Foreign, inner, tensor_of, training
 from glasscheck.measure import (
     UNITS,
     Gaps,
@@ -61,21 +62,21 @@ def extras_change_nothing(subject: Subject) -> Measure:
         if foreign.offers(name) or (foreign.any_argument and name.startswith("output_")):
             with gaps.attempt(name):
                 result = foreign.call(tokens, None, **{name: value})
-                logits = result[0] if name == "return_dict" else _logits_in(result)
+                logits = _logits_in(result)
                 gaps.compare(foreign.cut(logits, tokens), plain, f"{name}={value}")
                 if masked is not None:
                     result = foreign.call(padded, valid, **{name: value})
-                    logits = result[0] if name == "return_dict" else _logits_in(result)
+                    logits = _logits_in(result)
                     logits = foreign.cut(logits, padded)[valid]
                     gaps.compare(logits, masked, f"{name}={value}, padded")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 
 def _logits_in(result: Any) -> Tensor:
-    logits = result[0] if isinstance(result, (tuple, list)) else result.get("logits")
-    if not isinstance(logits, Tensor):
-        raise NotOffered("its result has no logits")
-    return logits
+    try:
+        return tensor_of(result)
+    except InputError as error:
+        raise NotOffered("its result has no logits") from error
 
 
 @torch.no_grad()
@@ -116,6 +117,8 @@ def embeddings_are_tokens(subject: Subject) -> Measure:
     both = foreign.kind == "encoder-decoder"
     name = "decoder_inputs_embeds" if both else "inputs_embeds"
     foreign.needs(name)
+    if foreign.multiple > 1:
+        raise NotOffered(f"it takes multiples of {foreign.multiple} tokens alone")
     owner: Any = inner(foreign.module)
     owner = owner.get_decoder() if both and hasattr(owner, "get_decoder") else owner
     if not hasattr(owner, "get_input_embeddings"):
@@ -136,7 +139,7 @@ def last_logits_alone(subject: Subject) -> Measure:
     """The logits of the last positions alone are those of all positions, cut."""
     foreign, tokens, plain = _case(subject, 105)
     name = next((n for n in ("logits_to_keep", "num_logits_to_keep") if foreign.offers(n)), "")
-    if not name:
+    if not name or foreign.multiple > 1:
         raise NotOffered("its forward cannot keep the last logits alone")
     gaps = Gaps()
     for kept in (1, 3):
@@ -392,6 +395,8 @@ def _both(subject: Subject) -> Foreign:
 def source_padding(subject: Subject) -> Measure:
     """What source PAD holds, how much there is, and other sources of the batch change nothing."""
     foreign = _both(subject)
+    if foreign.source_mask is None:
+        raise NotOffered("its forward takes no mask of the source")
     tokens = tokens_of(subject, 2, LENGTH, seed=113)
     plain, gaps = foreign.logits(tokens), Gaps()
     other = foreign.draw(1, 7, seed=114)
@@ -400,9 +405,7 @@ def source_padding(subject: Subject) -> Measure:
     alone = {name: value[:, : 7 // 2 + 2] for name, value in foreign.source(2).items()}
     gaps.compare(foreign.logits(tokens, **alone), plain, "none")
     mixed = foreign.source(2)
-    mixed["input_ids"][1] = torch.where(
-        mixed["attention_mask"][1].bool(), other[0].to(foreign.device), mixed["input_ids"][1]
-    )
+    mixed[foreign.source_name][1, : 7 // 2 + 2] = other[0, : 7 // 2 + 2].to(foreign.device)
     gaps.compare(foreign.logits(tokens, **mixed)[:1], plain[:1], "another source in the batch")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
@@ -414,7 +417,7 @@ def source_is_read(subject: Subject) -> Measure:
     tokens = tokens_of(subject, 2, LENGTH, seed=115)
     plain = foreign.logits(tokens)
     source = foreign.source(2)
-    source["input_ids"] = foreign.draw(1, source["input_ids"].shape[1], seed=116).repeat(2, 1)
+    source[foreign.source_name] = foreign.draw(1, SOURCE_LENGTH, seed=116).repeat(2, 1)
     after = foreign.logits(tokens, **source)
     moved_BT = (after - plain).abs().amax(-1) > tolerance_of(plain, subject) * scale_of(plain)
     still = int((~moved_BT).sum())
@@ -434,6 +437,8 @@ def encoded_once(subject: Subject) -> Measure:
         raise NotOffered("it does not show its encoder")
     outputs = encoder()(**source)
     gaps = Gaps()
-    given = {"encoder_outputs": outputs, "attention_mask": source["attention_mask"]}
+    given = {"encoder_outputs": outputs}
+    if foreign.source_mask is not None:
+        given[foreign.source_mask] = source[foreign.source_mask]
     gaps.compare(foreign.logits(tokens, **given), plain)
     return gaps.measure(tolerance_of(plain, subject), subject.size)

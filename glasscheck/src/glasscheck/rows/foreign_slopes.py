@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from glasscheck.measure import MASKED, Measure, NotOffered, seeded, short
-from glasscheck.rows.invariants import LENGTH, tokens_of
+from glasscheck.rows.invariants import LENGTH, long_of, tokens_of
 from glasscheck.subject import Subject
 
 #: More kinds of weights than this are moved together, two or more at a time.
@@ -152,10 +152,10 @@ def _place() -> str:
 class Hill:
     """The logits of a float64 copy, summed with random weights, as a height above its weights."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, *, length: int = LENGTH) -> None:
         foreign = subject.stranger()
         self.twin = foreign.twin(copy.deepcopy(foreign.module).double())
-        self.tokens = tokens_of(subject, 2, LENGTH, seed=149)
+        self.tokens = tokens_of(subject, 2, length, seed=149)
         self.weights = {
             name: p
             for name, p in self.twin.module.named_parameters()
@@ -176,7 +176,7 @@ class Hill:
             p.grad = None
         try:
             self.height().backward()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             raise NotOffered(f"no float64 copy: the model raised {short(error)}") from error
         gradients = {n: p.grad for n, p in self.weights.items() if p.grad is not None}
         for p in self.weights.values():
@@ -184,13 +184,17 @@ class Hill:
         return gradients
 
     def moves(self, names: list[str]) -> dict[str, Tensor]:
-        """Return a direction in which these weights are moved: the same for the same names."""
+        """Return a direction in which these weights are moved: the same for the same names.
+
+        Half of it is the weights themselves: a backward that leaves out a norm's own slope is wrong
+        along them alone.
+        """
         generator, moves = seeded(150 + list(self.weights).index(names[0])), {}
         for name in names:
             weight = self.weights[name].detach()
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             size = float(weight.square().mean().sqrt()) or 1.0
-            moves[name] = (noise * size / len(names) ** 0.5).to(weight)
+            moves[name] = (noise * size + weight).to(weight) / len(names) ** 0.5
         return moves
 
     @torch.no_grad()
@@ -284,6 +288,35 @@ def gradients_by_differences(subject: Subject) -> Measure:
         else _stopped(hill, [names for _, names in wrong], apart)
     )
     return Measure(gap, SLOPE, subject.size, note, dtype="float64", limit=limit)
+
+
+def long_gradients_by_differences(subject: Subject) -> Measure:
+    """Backward through a long row gives the slope of its logits along all weights, in float64."""
+    length = long_of(subject)
+    if length < 2 * LENGTH:
+        raise NotOffered(f"a context of {subject.max_length} tokens is a short row")
+    if (subject.parameter_count() or 0) > LARGE // 10:
+        raise NotOffered(f"more than {LARGE // 10:,} weights")
+    hill = Hill(subject, length=length)
+    gradients = hill.backward()
+    names = list(gradients)
+    if not names:
+        raise NotOffered("no weight has a gradient in float64")
+    size = f"{subject.size}, T{length}"
+    scale = max(
+        (abs(hill.given(gradients, [name])) for name in names), default=0.0
+    ) / len(names) ** 0.5  # fmt: skip
+
+    def apart(given: float, measured: float) -> float:
+        return abs(given - measured) / (max(abs(given), abs(measured), scale) or 1.0)
+
+    gap = _gap(hill, gradients, names, apart)
+    if gap <= SLOPE:
+        return Measure(gap, SLOPE, size, dtype="float64")
+    slope = hill.measured(names, STEPS[0])
+    note = f"along all weights backward gives {hill.given(gradients, names):.4g}, "
+    limit = _stopped(hill, [names], apart)
+    return Measure(gap, SLOPE, size, f"{note}measured {slope:.4g}", dtype="float64", limit=limit)
 
 
 Apart = Callable[[float, float], float]

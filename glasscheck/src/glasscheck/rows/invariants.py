@@ -16,6 +16,7 @@ from glasscheck.foreign import (
     Foreign,
     counting_real_tokens,
     position_tables,
+    precision_of,
     seed_what_is_unseeded,
     training,
 )
@@ -34,6 +35,8 @@ from glasscheck.subject import Subject
 # B batch, T length
 
 LENGTH = 11
+#: A long row: it crosses every power of two up to 256.
+LONG = 271
 #: Seeds that are compared with each other where a model computes with random numbers.
 SEEDS = 8
 WITH_POSITIONS = "it holds when position_ids are given"
@@ -42,6 +45,11 @@ WITH_POSITIONS = "it holds when position_ids are given"
 def tokens_of(subject: Subject, batch: int, length: int, *, seed: int) -> Tensor:
     """Return random tokens within the subject's vocabulary and context."""
     return subject.draw(batch, length, seed=seed)
+
+
+def long_of(subject: Subject) -> int:
+    """Return the length of a long row: past 256 tokens, as far as the context goes."""
+    return min(LONG, subject.max_length)
 
 
 def other_tokens(subject: Subject, tokens: Tensor) -> Tensor:
@@ -82,7 +90,7 @@ def causality(subject: Subject) -> Measure:
     if gaps.worst > bar and not limit and subject.foreign is not None:
         hint = "if it is meant to read both ways, say so: causal=False, --bidirectional"
         measure = replace(measure, note=f"{measure.note}; {hint}")
-    return measure
+    return replace(measure, explains=bool(limit))
 
 
 def _holds_with_order(subject: Subject, tokens: Tensor, bar: float) -> str:
@@ -162,10 +170,6 @@ def padding_content(subject: Subject) -> Measure:
             given = measured(foreign.at_positions)
             if given.worst <= bar:
                 limit = f"positions depend on which tokens are PAD; {WITH_POSITIONS}"
-        if not limit and foreign.mask_name is not None:
-            turned = measured(lambda t, v: foreign.logits(t, ~v))
-            if turned.worst <= bar and _reads_real_tokens(subject, foreign, tokens):
-                limit = "it holds with the mask inverted: here True marks padding"
         if not limit and _holds_for_pad(subject, foreign, tokens, bar):
             limit = "it holds where padding holds the pad token, whose embedding is zero"
             return replace(gaps.measure(bar, subject.size, limit=limit), explains=True)
@@ -174,6 +178,9 @@ def padding_content(subject: Subject) -> Measure:
                 limit = "it holds with padding on the right: the first position is read"
             elif _finds_pad(subject, tokens, bar):
                 limit = "it finds the last token by the pad token: it holds where padding holds it"
+    if foreign is not None and foreign.marks_padding and gaps.worst <= bar:
+        note = f"{foreign.mask_name} is inverted, True marks padding: the rows are asked like that"
+        return Measure(1.0, EXACT, subject.size, limit=note)
     return gaps.measure(bar, subject.size, exact=True, limit=limit)
 
 
@@ -185,13 +192,6 @@ def _finds_pad(subject: Subject, tokens: Tensor, bar: float) -> bool:
     for row, length in enumerate(_lengths(tokens)):
         gaps.compare(together[row : row + 1], subject.logits(tokens[row : row + 1, :length], None))
     return gaps.worst <= bar
-
-
-def _reads_real_tokens(subject: Subject, foreign: Foreign, tokens: Tensor) -> bool:
-    """True if real tokens reach the logits with the mask inverted: silence agrees with anything."""
-    padded, valid = _padded(subject, tokens, _lengths(tokens), left=False)
-    changed = torch.where(valid, other_tokens(subject, padded), padded)
-    return not torch.equal(foreign.logits(changed, ~valid), foreign.logits(padded, ~valid))
 
 
 def _holds_for_pad(subject: Subject, foreign: Foreign, tokens: Tensor, bar: float) -> bool:
@@ -268,7 +268,7 @@ def _counts_padding(subject: Subject, foreign: Foreign, measured: object, tokens
         lambda t, v: counting_real_tokens(foreign, tables, t, v)
     )
     names = {id(part): name for name, part in foreign.module.named_modules()}
-    if given.worst > subject.tolerance(next(foreign.module.parameters()).dtype):
+    if given.worst > subject.tolerance(precision_of(foreign.module)):
         return ""
     return f"{names[id(tables[0])]} counts padding, and no position_ids are taken: pad on the right"
 

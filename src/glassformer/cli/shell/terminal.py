@@ -110,6 +110,7 @@ VERDICTS = {
     "not offered": typer.colors.BRIGHT_BLACK,
     "rounding": typer.colors.YELLOW,
     "limit": typer.colors.YELLOW,
+    "known limitation": typer.colors.YELLOW,
     "unclear": typer.colors.YELLOW,
 }
 NARROWEST, WIDEST = 40, 160

@@ -312,17 +312,17 @@ def _verified(report: Report) -> Iterator[str]:
             Text(found.dtype),
             f"{found.worst:.1e}" if math.isfinite(found.worst) else "no match",
             "exact" if found.tolerance == 0 else f"{found.tolerance:.1e}",
-            Text(found.verdict, kind=_kind(found)),
+            Text(found.word, kind=_kind(found)),
         ]
         for found in report.findings
-        if found.verdict not in ("not offered", "raised")
+        if found.ran
     ]
     heading = ["check", "group", "precision", "worst", "allowed", "verdict"]
     yield table(heading, rows, caption="the certificate")
     notes = [f"{f.name} ({f.verdict}): {f.note}" for f in report.findings if f.warned or f.failed]
     yield _listed("Why these are not passed", notes)
     for verdict, title in (
-        ("raised", "Could not run, and not counted as failed"),
+        ("error", "Could not run, and counted as failed"),
         ("not offered", "Not offered by this model, and not counted as passed"),
     ):
         reasons: dict[str, list[str]] = {}
