@@ -141,6 +141,7 @@ PAD_HOLDS = "what PAD holds changes no bit"
 EXTRAS = "attentions, hidden states, a cache read, same logits"
 CACHED = "cached = uncached, token by token"
 WITHOUT_CACHE = "generate: cache on = off"
+LIKELIEST = "generate = the likeliest token of each forward"
 CHUNKS = "a prompt in chunks = at once"
 REORDERED = "cache reordered = those rows uncached"
 
@@ -170,7 +171,9 @@ SUBJECT_CHECKS = (
     SubjectCheck(
         "a long row: its prefixes = its beginning", "long rows", batches.long_prefixes, after=PREFIX
     ),
-    SubjectCheck("a long row in a batch = alone", "long rows", batches.long_batches, after=ALONE),
+    SubjectCheck(
+        "a long row in a batch = alone", "long rows", batches.long_batches, after=(ALONE, PAD_HOLDS)
+    ),
     SubjectCheck(FIRST, "determinism", invariants.determinism),
     SubjectCheck("every parameter gets a gradient", "gradients", invariants.gradient_flow),
     SubjectCheck(CACHED, "cache", invariants.cached_is_full, after=FUTURE),
@@ -238,6 +241,19 @@ SUBJECT_CHECKS = (
         "a call leaves nothing behind", "calls", foreign_calls.nothing_is_left_behind, of="foreign"
     ),
     SubjectCheck(
+        "gradients on = off", "calls", foreign_calls.gradients_change_nothing, of="foreign"
+    ),
+    SubjectCheck(
+        "ids cut out of a table = the same ids", "calls", foreign_calls.layout_of_ids, of="foreign"
+    ),
+    SubjectCheck("a deep copy = the model", "files", foreign_calls.copies_agree, of="foreign"),
+    SubjectCheck(
+        "float64 = float32, within its bits",
+        "kernels",
+        foreign_calls.double_precision,
+        of="foreign",
+    ),
+    SubjectCheck(
         "training mode without dropout = eval mode",
         "calls",
         foreign_calls.training_mode_without_dropout,
@@ -301,7 +317,7 @@ SUBJECT_CHECKS = (
         after=CACHED,
     ),
     SubjectCheck(
-        "generate = the likeliest token of each forward",
+        LIKELIEST,
         "generate",
         foreign_cache.generates_the_likeliest,
         of="decoder",
@@ -336,7 +352,7 @@ SUBJECT_CHECKS = (
         "generate",
         foreign_cache.generates_with_processors,
         of="decoder",
-        after=WITHOUT_CACHE,
+        after=(WITHOUT_CACHE, LIKELIEST),
     ),
     SubjectCheck(
         "generate: static cache = growing cache",

@@ -18,11 +18,12 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glasscheck.errors import InputError
@@ -31,6 +32,7 @@ from glasscheck.measure import NotOffered, relative_gap, seeded, short
 # B batch, T length, S source length, V vocab
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 #: The names that libraries give to the token ids and the mask (True or 1 = real token).
 TOKEN_ARGUMENTS = (
@@ -207,6 +209,26 @@ def refuse_what_cannot_run(module: nn.Module) -> None:
             f"{name} is TorchScript, which shows neither its arguments nor its parts",
             hint="verify the module that it was made of",
         )
+
+
+def copied(module: AnyModule) -> AnyModule:
+    """Return a deep copy, of a module that kept results of its last call too."""
+    memo: dict[int, Any] = {}
+
+    def detach(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                detach(one)
+        elif isinstance(value, dict):
+            for one in value.values():
+                detach(one)
+
+    for part in module.modules():
+        detach({k: v for k, v in vars(part).items() if k not in ("_parameters", "_modules")})
+    return copy.deepcopy(module, memo)
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
@@ -515,7 +537,7 @@ class Foreign:
             past.seqlen_offset += T
             return self.cut(tensor_of(result), tokens_BT), past
         if past is None:  # a module of its own, so that other calls have no cache
-            past = (self.twin(with_caches(copy.deepcopy(self.module), B)), 0)
+            past = (self.twin(with_caches(copied(self.module), B)), 0)
         twin, begun = past
         at = torch.arange(begun, begun + T)
         if self.rows_of_positions:
@@ -685,7 +707,7 @@ def as_precise(module: nn.Module, like: nn.Module) -> nn.Module:
 @torch.no_grad()
 def erased(module: nn.Module) -> nn.Module:
     """Return a copy whose saved tensors are zero."""
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     for tensor in twin.state_dict().values():
         tensor.zero_()
     return twin
@@ -1171,3 +1193,36 @@ def counting_real_tokens(
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Counting(TorchFunctionMode):
+    """Let a forward of one row, padded on the left, count its real tokens alone.
+
+    Whatever it makes by `arange` over the row, or cuts to the row's length out of a table of its
+    own, is read at the count of real tokens: positions, and the masks that are made of them.
+    """
+
+    def __init__(self, module: nn.Module, length: int, padding: int) -> None:
+        super().__init__()
+        self.length = length
+        self.at = (torch.arange(length) - padding).clamp(min=0)
+        self.own = {t.data_ptr() for t in chain(module.parameters(), module.buffers())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, and read positions at the count of real tokens."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.arange and result.numel() == self.length and not float(result[0]):
+            return self.at.to(result)
+        cut = func is Tensor.__getitem__ and args[0].data_ptr() in self.own
+        for axis in range(result.ndim if cut else 0):
+            if result.shape[axis] == self.length:
+                result = result.index_select(axis, self.at.to(result.device))
+        return result
+
+
+@torch.no_grad()
+def counted_alone(foreign: Foreign, tokens_1T: Tensor, valid_1T: Tensor) -> Tensor:
+    """Return logits of one row, padded on the left, whose forward counts real tokens alone."""
+    padding = int((~valid_1T).sum())
+    with _Counting(foreign.module, tokens_1T.shape[1], padding):
+        return foreign.logits(tokens_1T, valid_1T)

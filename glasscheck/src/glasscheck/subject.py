@@ -5,7 +5,6 @@ required: what a subject does not offer is reported as "not offered", never as p
 """
 
 import contextlib
-import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,6 +26,7 @@ from glasscheck.foreign import (
     Foreign,
     computed_in,
     config_of,
+    copied,
     first_position,
     foreign_of,
     longest,
@@ -47,6 +47,9 @@ from glasscheck.measure import (
 # B batch, T length
 
 Logits = Callable[[Tensor, Tensor | None], Tensor]
+
+#: A context below this is tried to its end.
+SMALL = 300
 
 
 # B batch, T length, S source length, V logits
@@ -195,12 +198,13 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
         longer = lead > 0 and foreign.logits(tokens[:, 1:]).shape[1] == shape[1] - 1
     if longer:  # positions of its own come before the tokens'
         return _of_foreign(replace(foreign, lead=lead), name=name, max_length=max_length)
+    max_length = _fitting(foreign, max_length)
     per_position = len(shape) == 3 and lead == 0
     mask = foreign.mask_name
     foreign = replace(foreign, marks_padding=per_position and _marks_padding(foreign))
 
     def double() -> Subject:
-        twin = foreign.twin(copy.deepcopy(module).double())
+        twin = foreign.twin(copied(module).double())
         return _of_foreign(twin, name=name, max_length=max_length)
 
     window = number(config_of(module), "sliding_window", "attention_window_size")
@@ -254,6 +258,16 @@ def _refused_mask(foreign: Foreign, tokens_BT: Tensor) -> str:
             return "its forward takes no mask"
         return f"a mask of shape (B, T) is refused: the model raised {short(error)}"
     return ""
+
+
+@torch.no_grad()
+def _fitting(foreign: Foreign, stated: int) -> int:
+    """Return a stated context, less the first positions where its table keeps them for PAD."""
+    for length in range(stated, max(stated - 4, TRIED[0]), -1) if stated < SMALL else ():
+        with contextlib.suppress(Exception):  # a stranger's model may raise anything
+            foreign.logits(foreign.draw(1, length, seed=60))
+            return length
+    return stated
 
 
 @torch.no_grad()

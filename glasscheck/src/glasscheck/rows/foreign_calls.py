@@ -4,7 +4,6 @@ What is asked for besides the logits, how tokens and positions are given, which 
 and which precision computes, what was called before: none of it may change the answer.
 """
 
-import copy
 import math
 import statistics
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glasscheck.errors import InputError
-from glasscheck.foreign import SOURCE_LENGTH, Foreign, inner, tensor_of, training
+from glasscheck.foreign import SOURCE_LENGTH, Foreign, copied, inner, tensor_of, training
 from glasscheck.measure import (
     UNITS,
     Gaps,
@@ -182,6 +181,57 @@ def nothing_is_left_behind(subject: Subject) -> Measure:
     return gaps.measure(tolerance_of(plain, subject), subject.size, exact=True)
 
 
+def gradients_change_nothing(subject: Subject) -> Measure:
+    """Logits with gradients on are those without, and under inference mode."""
+    foreign, tokens, plain = _case(subject, 120)
+    gaps = Gaps()
+    with torch.enable_grad():
+        gaps.compare(foreign.logits(tokens), plain, "with gradients")
+    with gaps.attempt("inference mode"), torch.inference_mode():
+        gaps.compare(foreign.logits(tokens).clone(), plain, "inference mode")
+    return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
+@torch.no_grad()
+def layout_of_ids(subject: Subject) -> Measure:
+    """Ids that are a part of a larger table give what the same ids give, laid out densely."""
+    foreign, tokens, plain = _case(subject, 121)
+    B, T = tokens.shape
+    table = torch.zeros(B + 1, 2 * T, dtype=tokens.dtype)
+    table[1:, ::2] = tokens
+    gaps = Gaps()
+    gaps.compare(foreign.logits(table[1:, ::2]), plain, "every other column of a table")
+    return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
+@torch.no_grad()
+def copies_agree(subject: Subject) -> Measure:
+    """A deep copy gives the same bits, and what is done to the copy leaves the model alone."""
+    foreign, tokens, plain = _case(subject, 122)
+    twin = foreign.twin(copied(foreign.module))
+    gaps = Gaps()
+    gaps.compare(twin.logits(tokens), plain, "a copy")
+    for parameter in twin.module.parameters():
+        parameter.zero_()
+    gaps.compare(foreign.logits(tokens), plain, "after the copy was erased")
+    return gaps.measure(tolerance_of(plain, subject), subject.size, exact=True)
+
+
+@torch.no_grad()
+def double_precision(subject: Subject) -> Measure:
+    """float64 gives the logits of float32 within float32's rounding."""
+    foreign, tokens, plain = _case(subject, 123)
+    if plain.dtype != torch.float32:
+        raise NotOffered("it is not in float32")
+    try:
+        wide = foreign.twin(copied(foreign.module).double()).logits(tokens)
+    except Exception as error:  # a stranger's model may raise anything
+        raise NotOffered(f"no float64 copy: the model raised {short(error)}") from error
+    gaps = Gaps()
+    gaps.compare(plain.double(), wide.double())
+    return gaps.measure(tolerance_of(plain, subject), subject.size)
+
+
 @torch.no_grad()
 def training_mode_without_dropout(subject: Subject) -> Measure:
     """Training mode with every dropout rate at 0 computes what eval mode computes."""
@@ -272,7 +322,7 @@ def half_precision(subject: Subject) -> Measure:
         name = str(dtype).removeprefix("torch.")
         allowed = UNITS[dtype] * noise * torch.finfo(dtype).eps / eps
         try:
-            twin = foreign.twin(copy.deepcopy(foreign.module).to(dtype))
+            twin = foreign.twin(copied(foreign.module).to(dtype))
             logits = twin.logits(tokens).float()
         except Exception as error:  # a stranger's model may raise anything
             missing.append(f"{name}: the model raised {short(error)}")
@@ -294,7 +344,7 @@ def compiled_is_eager(subject: Subject) -> Measure:
     """torch.compile gives the logits of plain execution, for two lengths."""
     foreign, tokens, plain = _case(subject, 111)
     gaps = Gaps()
-    twin = foreign.twin(torch.compile(copy.deepcopy(foreign.module)))  # type: ignore[arg-type]
+    twin = foreign.twin(torch.compile(copied(foreign.module)))  # type: ignore[arg-type]
     try:
         gaps.compare(twin.logits(tokens), plain)
         short_ones = tokens[:, : max(1, tokens.shape[1] - 3)]
@@ -331,7 +381,7 @@ def flex_is_eager(subject: Subject) -> Measure:
 def quantized_is_dequantized(subject: Subject) -> Measure:
     """Layers that hold rounded weights compute with exactly what their `dequantize` returns."""
     foreign, tokens, plain = _case(subject, 119)
-    twin = foreign.twin(copy.deepcopy(foreign.module))
+    twin = foreign.twin(copied(foreign.module))
     replaced = 0
     for part in list(twin.module.modules()):
         for name, child in list(part.named_children()):
@@ -375,7 +425,7 @@ def devices_agree(subject: Subject) -> Measure:
     if not torch.cuda.is_available():
         raise NotOffered("no CUDA device here")
     other = "cpu" if foreign.device.type == "cuda" else "cuda"
-    twin = foreign.twin(copy.deepcopy(foreign.module).to(other))
+    twin = foreign.twin(copied(foreign.module).to(other))
     gaps = Gaps()
     gaps.compare(twin.logits(tokens), plain, f"on {other}")
     return gaps.measure(tolerance_of(plain, subject), subject.size)

@@ -7,7 +7,6 @@ the measured slopes, the stops are the whole difference, and the row names them.
 """
 
 import contextlib
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from glasscheck.foreign import copied
 from glasscheck.measure import MASKED, Measure, NotOffered, seeded, short
 from glasscheck.rows.invariants import LENGTH, long_of, tokens_of
 from glasscheck.subject import Subject
@@ -154,7 +154,7 @@ class Hill:
 
     def __init__(self, subject: Subject, *, length: int = LENGTH) -> None:
         foreign = subject.stranger()
-        self.twin = foreign.twin(copy.deepcopy(foreign.module).double())
+        self.twin = foreign.twin(copied(foreign.module).double())
         self.tokens = tokens_of(subject, 2, length, seed=149)
         self.weights = {
             name: p

@@ -5,7 +5,6 @@ are compared tensor by tensor, and may differ by a multiple of their own roundin
 """
 
 import contextlib
-import copy
 import inspect
 import io
 import statistics
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glasscheck.foreign import Foreign, has_replaced_forward, inner, loss_of, training
+from glasscheck.foreign import Foreign, copied, has_replaced_forward, inner, loss_of, training
 from glasscheck.measure import (
     UNITS,
     Gaps,
@@ -187,18 +186,18 @@ def _loss_by_hand(subject: Subject, length: int) -> Measure:
         if added:
             limit = f"the loss adds {', '.join(added)}"
         limit = limit or _penalty(subject, kind, float(loss - by_hand), bar)
-        limit = limit or _counts_all(subject, kind, bar)
+        limit = limit or _counts_all(subject, kind, bar, length)
     place = f"{float(loss):.6g}, by hand {float(by_hand):.6g}"
     measure = gaps.measure(bar, f"{subject.size}, T{length}", limit=limit)
     note = place if gaps.worst > bar else ""
     return Measure(measure.worst, bar, measure.size, note, rounding=bar, limit=limit)
 
 
-def _counts_all(subject: Subject, kind: Loss, bar: float) -> str:
+def _counts_all(subject: Subject, kind: Loss, bar: float, length: int) -> str:
     """Return the limit of a loss with labels of another name that leaves no position out."""
     if kind.foreign.label_name == "labels":
         return ""
-    tokens = tokens_of(subject, 3, LENGTH, seed=142)
+    tokens = tokens_of(subject, 3, length, seed=142)
     labels = _in_range(subject, kind.foreign, tokens)
     loss, wanted = kind.of(tokens, labels).cpu(), kind.by_hand(kind.foreign.logits(tokens), labels)
     if gap(loss, wanted.to(loss)) > bar * float(wanted):
@@ -454,7 +453,7 @@ def _read_back(module: Any, folder: Path) -> Any:
     ]
     if len(needed) <= 1:
         return read(folder)
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     bare = next(
         (
             getattr(twin, name)
@@ -495,7 +494,7 @@ def tied(subject: Subject) -> Measure:
         return Measure(0.0 if shared else 1.0, 0.0, subject.size, note)
     if not _ties(module):
         raise NotOffered("nothing is tied")
-    lost = _ties(module) - _ties(copy.deepcopy(module))
+    lost = _ties(module) - _ties(copied(module))
     return Measure(float(len(lost)), 0.0, subject.size, f"lost in a copy: {sorted(lost)[:1]}")
 
 
@@ -512,7 +511,7 @@ def ties_reloaded(subject: Subject) -> Measure:
     if lost:
         return Measure(float(len(lost)), 0.0, subject.size, f"tied no more: {sorted(lost)[0]}")
     tokens, gaps = tokens_of(subject, 2, LENGTH, seed=149), Gaps()
-    for twin in (again, foreign.twin(copy.deepcopy(foreign.module))):
+    for twin in (again, foreign.twin(copied(foreign.module))):
         held = dict(inner(twin.module).named_parameters(remove_duplicate=False))
         for group in ties:
             held[group[0]].mul_(1.25)
@@ -522,7 +521,7 @@ def ties_reloaded(subject: Subject) -> Measure:
 
 def _scaled(foreign: Foreign, ties: set[tuple[str, ...]]) -> Any:
     """Return a copy in which each tied weight was written through every one of its names."""
-    twin = copy.deepcopy(foreign.module)
+    twin = copied(foreign.module)
     state = inner(twin).state_dict()
     for group in ties:
         wanted = state[group[0]] * 1.25 if group[0] in state else None
@@ -541,7 +540,7 @@ def adapters_merged(subject: Subject) -> Measure:
         raise NotOffered("it has no adapters to merge")
     tokens, gaps = tokens_of(subject, 3, LENGTH, seed=148), Gaps()
     plain = foreign.logits(tokens)
-    twin = foreign.twin(copy.deepcopy(module))
+    twin = foreign.twin(copied(module))
     merged: Any = twin.module
     merged.merge_adapter()
     gaps.compare(twin.logits(tokens), plain, "merged")

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from glasscheck.foreign import (
-    Foreign,
     config_of,
-    inner,
     number,
     parts_of,
     position_tables,
+    tensor_of,
 )
 from glasscheck.measure import Measure, NotOffered, relative_gap
 from glasscheck.rows.invariants import (
@@ -97,26 +96,32 @@ def hidden_states_end(subject: Subject) -> Measure:
     if foreign.kind == "encoder-decoder":
         raise NotOffered("it returns the states of two stacks")
     tokens = tokens_of(subject, 2, LENGTH, seed=172)
-    head = _head(foreign)
-    inputs: list[Tensor] = []
     later: list[tuple[str, Tensor, Tensor]] = []
+    stacks = _stacks(foreign.module)
+    ends = {id(one[-1]) for one in stacks if len(one) == len(stacks[0])}
+    blocks_out: list[Tensor] = []
     names = {id(part): name for name, part in foreign.module.named_modules()}
 
     def note(part: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if id(part) in ends and isinstance(first, Tensor):
+            blocks_out.append(first)
         if args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
             later.append((names[id(part)], args[0], result))
-        if part is head and args:
-            inputs.append(args[0])
 
     handles = [part.register_forward_hook(note) for part in foreign.module.modules()]
     try:
-        _, states = _returned(subject, "hidden_states", "output_hidden_states", tokens)
+        result, states = _returned(subject, "hidden_states", "output_hidden_states", tokens)
     finally:
         for handle in handles:
             handle.remove()
-    if not inputs or len(states) < 2:
+    logits = tensor_of(result)
+    made = [(given, result) for _, given, result in later if result.shape == logits.shape]
+    exact = [given for given, result in made if torch.equal(result, logits)]
+    heads = exact or [given for given, _ in made]
+    if not heads or len(states) < 2:
         raise NotOffered("nothing shows what its head reads")
-    read, last = inputs[-1], states[-1]
+    read, last = heads[-1], states[-1]
     if read.shape != last.shape:
         raise NotOffered("its states have another shape than what its head reads")
     bar = subject.tolerance(read.dtype)
@@ -127,30 +132,13 @@ def hidden_states_end(subject: Subject) -> Measure:
     if apart <= bar:
         return Measure(apart, bar, subject.size)
     for name, given, result in later:  # a norm, or a projection, between the last state and it
-        if given.shape == last.shape and relative_gap(given, last) <= bar:
+        both = given.shape == last.shape and result.shape == read.shape
+        if both and max(relative_gap(given, last), relative_gap(result, read)) <= bar:
             return Measure(apart, bar, subject.size, limit=f"the last state is read before {name}")
-        if result.shape == last.shape and relative_gap(result, last) <= bar:
-            later_ones = [r for _, g, r in later if torch.equal(r, read)]
-            if not later_ones:
-                return Measure(apart, bar, subject.size, limit=f"the last state is {name}'s")
+    if any(t.shape == last.shape and relative_gap(t, last) <= bar for t in blocks_out):
+        limit = "the last state is the last block's, and the head has layers of its own"
+        return Measure(apart, bar, subject.size, limit=limit)
     return Measure(apart, bar, subject.size, "the last state is not what the head reads")
-
-
-def _head(foreign: Foreign) -> nn.Module:
-    """Return the layer whose results are logits."""
-    plain: Any = inner(foreign.module)
-    ask = getattr(plain, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    if isinstance(head, nn.Module):
-        return head
-    wide = [
-        p
-        for p in plain.modules()
-        if isinstance(p, nn.Linear) and p.out_features >= foreign.vocab_size
-    ]
-    if not wide:
-        raise NotOffered("nothing shows which layer is its head")
-    return wide[-1]
 
 
 @torch.no_grad()
@@ -216,7 +204,8 @@ def window_in_effect(subject: Subject) -> Measure:
     config = config_of(foreign.module)
     window = number(config, *WINDOWS)
     layers = number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    layers = layers or _stack(foreign.module)
+    stacks = _stacks(foreign.module)
+    layers = layers or (len(stacks[0]) if stacks else None)
     if window is None or layers is None:
         raise NotOffered("its config names no window" if layers else "its layers are not counted")
     said = [n for n in vars(config) if any(word in n for word in PATTERNS)] if config else []
@@ -239,7 +228,7 @@ def window_in_effect(subject: Subject) -> Measure:
     return Measure(float(abs(seen - reach)), 0.0, subject.size, note)
 
 
-def _stack(module: nn.Module) -> int | None:
-    """Return the number of equal layers in the longest list of them."""
-    lists = [len(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, default=None)
+def _stacks(module: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of modules, the longest first."""
+    found = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    return sorted(found, key=len, reverse=True)
