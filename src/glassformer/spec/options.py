@@ -272,6 +272,12 @@ def _options_of(cls: Any) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def option_of(name: str, hint: Any, field: "dataclasses.Field[Any]") -> Option:
+    """Return the option that `option` declares elsewhere than in a class, as for a parameter."""
+    field.name = name
+    return _resolve(field, hint, field.metadata[_KEY])
+
+
 def settings_text(cls: type, *, prefix: str) -> str:
     """Return the options of a spec as settings, two lines each: `train.lr=0.001` and what it is."""
     lines = []

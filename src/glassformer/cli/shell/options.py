@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from glassformer.spec.options import Option, options_of
+from glassformer.spec.options import Option, option_of, options_of
 
 T = TypeVar("T")
 
@@ -165,25 +165,30 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
 def gathered(verb: Callable[..., T]) -> Callable[..., T]:
     """Let a parameter of a verb whose type is a dataclass stand for the fields of that class.
 
-    A field is an option as `option` declares it, or as its `Annotated` type does. The verb receives
-    an instance.
+    A field or a parameter is an option as `option` declares it, or as its `Annotated` type does.
+    The verb receives an instance of the class.
     """
     classes: dict[str, Any] = {}
+    declared: dict[str, Option] = {}
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(verb).parameters.values():
         if dataclasses.is_dataclass(each.annotation):
             classes[each.name] = each.annotation
             parameters += _fields(each.annotation)
+        elif isinstance(each.default, dataclasses.Field):
+            declared[each.name] = option_of(each.name, each.annotation, each.default)
+            parameters.append(_parameter(declared[each.name]))
         else:
             parameters.append(each)
 
     @functools.wraps(verb)
     def with_instances(**values: Any) -> T:
-        made = {}
+        made = {name: each.default for name, each in declared.items()}
+        made |= _typed(declared.values(), {name: values.pop(name) for name in declared})
         for name, cls in classes.items():
             own = {field.name: values.pop(field.name) for field in dataclasses.fields(cls)}
-            declared = {each.name: own.pop(each.name) for each in options_of(cls)}
-            made[name] = cls(**own, **_typed(options_of(cls), declared))
+            given = {each.name: own.pop(each.name) for each in options_of(cls)}
+            made[name] = cls(**own, **_typed(options_of(cls), given))
         return verb(**values, **made)
 
     return _with_parameters(with_instances, parameters)

@@ -11,6 +11,7 @@ from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import end, tell
 from glassformer.spec.checks import one_of
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import option
 
 
 def convert(
@@ -19,17 +20,16 @@ def convert(
         str | None,
         typer.Argument(metavar="OUT", help="The same as -o.", hidden=True),
     ] = None,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="hf, native or gguf.")] = "hf",
+    to: str = option("hf", metavar="FORMAT", help="hf, native or gguf."),
     out: Annotated[
         str | None,
         typer.Option(
             "-o", "--out", metavar="OUT", help="The folder, or .gguf file; it must not exist."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="gguf: f32 (the default), f16, q8_0, q4_0 or q4_k."),
-    ] = None,
+    dtype: str | None = option(
+        None, metavar="TYPE", help="gguf: f32 (the default), f16, q8_0, q4_0 or q4_k."
+    ),
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:

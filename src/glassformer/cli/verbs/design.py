@@ -15,6 +15,7 @@ from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import ending_of, tell, write_file
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import option
 
 if TYPE_CHECKING:
     from glassformer.budget.answer import Answer
@@ -23,14 +24,10 @@ if TYPE_CHECKING:
 @takes(Budget, into="options")
 def design(
     options: dict[str, Any],
-    thorough: Annotated[
-        bool, typer.Option("--thorough", help="Search to the end, however long it takes.")
-    ] = False,
-    batch: Annotated[int, typer.Option(help="Batch size, for memory and time.")] = 8,
+    thorough: bool = option(False, help="Search to the end, however long it takes."),
+    batch: int = option(8, help="Batch size, for memory and time."),
     device: Device = "cpu",
-    no_time: Annotated[
-        bool, typer.Option("--no-time", help="Do not measure this machine: no step time.")
-    ] = False,
+    no_time: bool = option(False, help="Do not measure this machine: no step time."),
     out: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,6 +11,7 @@ from glassformer.cli.shell.options import AsJson, Device, Overrides, complete_ta
 from glassformer.cli.shell.process import check_device
 from glassformer.cli.shell.terminal import ending_of, in_colour, target_of, write_file
 from glassformer.kernels.threads import one_blas_thread
+from glassformer.spec.options import option
 from glassformer.spec.own import is_source
 from glassformer.spec.tasks import check_task_name
 from glassformer.spec.train import check_settings
@@ -32,16 +33,13 @@ def doctor(
         ),
     ],
     overrides: Overrides = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out what trains some steps.")
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option("--time", metavar="SECONDS", help="Begin nothing after this time.")
-    ] = 60.0,
-    only: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="One kind, or data, optimizer, loss, model, training."),
-    ] = None,
+    quick: bool = option(False, help="Leave out what trains some steps."),
+    seconds: float = option(
+        60.0, flag="--time", metavar="SECONDS", help="Begin nothing after this time."
+    ),
+    only: str | None = option(
+        None, metavar="KIND", help="One kind, or data, optimizer, loss, model, training."
+    ),
     out: Annotated[
         str | None, out_file("Write the diagnosis, as .json, .md or .xml (JUnit).")
     ] = None,

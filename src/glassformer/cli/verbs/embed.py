@@ -11,6 +11,7 @@ from glassformer.cli.shell.process import check_device, load_by
 from glassformer.cli.shell.resolve import find_model
 from glassformer.cli.shell.terminal import tell
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import option
 
 SHOWN = 40  # characters of a text in the table
 
@@ -18,17 +19,13 @@ SHOWN = 40  # characters of a text in the table
 def embed(
     model: AnyModel,
     texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="One or more texts.")],
-    pooling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHERE",
-            help="mean, first, last, max, mean_sqrt or weighted_mean; "
-            "by default what the model's folder says.",
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Keep the lengths of vectors: do not scale them to 1.")
-    ] = False,
+    pooling: str | None = option(
+        None,
+        metavar="WHERE",
+        help="mean, first, last, max, mean_sqrt or weighted_mean; "
+        "by default what the model's folder says.",
+    ),
+    plain: bool = option(False, help="Keep the lengths of vectors: do not scale them to 1."),
     backend: Backend = "native",
     device: Device = "cpu",
     runs: Runs = "runs",

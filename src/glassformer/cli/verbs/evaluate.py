@@ -81,12 +81,10 @@ def evaluate(
             autocompletion=complete_runs,
         ),
     ],
-    split: Annotated[
-        str | None, typer.Option(help="test (the default), val, train, or another of the task's.")
-    ] = None,
-    suite: Annotated[
-        str | None, typer.Option(metavar="NAME", help="smallbench or lm-eval.")
-    ] = None,
+    split: str | None = option(
+        None, help="test (the default), val, train, or another of the task's."
+    ),
+    suite: str | None = option(None, metavar="NAME", help="smallbench or lm-eval."),
     *,
     options: SuiteOptions,
     out: Annotated[

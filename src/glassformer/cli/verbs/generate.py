@@ -44,7 +44,7 @@ from glassformer.spec.decoding import (
     without_effect,
 )
 from glassformer.spec.errors import GlassError, InputError, nearest
-from glassformer.spec.options import options_of
+from glassformer.spec.options import option, options_of
 from glassformer.spec.units import visible
 
 if TYPE_CHECKING:
@@ -93,24 +93,14 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Hold a conversation; PROMPT is its first message.")
-    ] = False,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A smaller or quantized model of the same tokenizer that guesses tokens ahead.",
-        ),
-    ] = None,
-    ids: Annotated[
-        bool,
-        typer.Option("--ids", help="PROMPT is token ids, such as '1 403 25'; so is the output."),
-    ] = False,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Write control characters to a terminal as they are."),
-    ] = False,
+    chat: bool = option(False, help="Hold a conversation; PROMPT is its first message."),
+    draft: str | None = option(
+        None,
+        metavar="MODEL",
+        help="A smaller or quantized model of the same tokenizer that guesses tokens ahead.",
+    ),
+    ids: bool = option(False, help="PROMPT is token ids, such as '1 403 25'; so is the output."),
+    raw: bool = option(False, help="Write control characters to a terminal as they are."),
     *,
     options: dict[str, Any],
     opening: Opening,

@@ -9,6 +9,7 @@ import typer
 from glassformer.cli.shell.options import AsJson, Runs, takes
 from glassformer.cli.shell.terminal import end
 from glassformer.spec.errors import InputError
+from glassformer.spec.options import option
 from glassformer.spec.tasks import OWN_TOKENIZERS, PrepareSpec
 from glassformer.spec.units import pasted
 
@@ -30,12 +31,8 @@ def prepare(
     out: Annotated[
         str | None, typer.Option("-o", "--out", metavar="FOLDER", help="The folder to write.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the corpus in this folder, make it anew.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Only hash every file of the prepared corpus PATH.")
-    ] = False,
+    overwrite: bool = option(False, help="Delete the corpus in this folder, make it anew."),
+    verify: bool = option(False, help="Only hash every file of the prepared corpus PATH."),
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:

@@ -94,9 +94,7 @@ def quantize(
     model: AnyModel,
     rounding: Rounding,
     texts: Texts,
-    dequantize: Annotated[
-        bool, typer.Option("--dequantize", help="Write a quantized model's float weights.")
-    ] = False,
+    dequantize: bool = option(False, help="Write a quantized model's float weights."),
     out: Annotated[
         str | None,
         typer.Option(

@@ -79,9 +79,7 @@ def serve(
         ),
     ],
     server: Server,
-    name: Annotated[
-        str | None, typer.Option(help="The name of the only model; by default its file's.")
-    ] = None,
+    name: str | None = option(None, help="The name of the only model; by default its file's."),
     *,
     step: dict[str, Any],
     download: Download = False,

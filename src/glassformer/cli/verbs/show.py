@@ -9,6 +9,7 @@ import typer
 
 from glassformer.cli.shell.options import AsJson, Overrides, Runs, out_file
 from glassformer.spec.errors import InputError, nearest
+from glassformer.spec.options import option
 
 
 def show(
@@ -20,22 +21,11 @@ def show(
         ),
     ],
     overrides: Overrides = None,
-    diagram: Annotated[
-        bool, typer.Option("--diagram", help="Draw the model: -o FILE.svg, else its parts as text.")
-    ] = False,
-    narrow: Annotated[
-        bool, typer.Option("--narrow", help="Draw the stack alone, for a narrow column.")
-    ] = False,
-    program: Annotated[
-        bool,
-        typer.Option("--program", help="List what the model computes, operation by operation."),
-    ] = False,
-    executors: Annotated[
-        bool, typer.Option("--executors", help="List what computes the model, and what cannot.")
-    ] = False,
-    every_block: Annotated[
-        bool, typer.Option("--every-block", help="Draw or list equal blocks one by one.")
-    ] = False,
+    diagram: bool = option(False, help="Draw the model: -o FILE.svg, else its parts as text."),
+    narrow: bool = option(False, help="Draw the stack alone, for a narrow column."),
+    program: bool = option(False, help="List what the model computes, operation by operation."),
+    executors: bool = option(False, help="List what computes the model, and what cannot."),
+    every_block: bool = option(False, help="Draw or list equal blocks one by one."),
     out: Annotated[
         str | None,
         out_file("Write a .toml, .json or .svg."),

@@ -112,10 +112,8 @@ def sweep(
             "log:1e-4..1e-2, 0.0..0.3, 32..128/16. With several configs, one value for all.",
         ),
     ] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="Budget: tied embeddings.")] = False,
-    untied: Annotated[
-        bool, typer.Option("--untied", help="Budget: an output head of its own weights.")
-    ] = False,
+    tied: bool = option(False, help="Budget: tied embeddings."),
+    untied: bool = option(False, help="Budget: an output head of its own weights."),
     both: Annotated[bool, typer.Option("--tied,--untied", help="Budget: vary the two.")] = False,
     *,
     running: Running,

@@ -99,10 +99,9 @@ def train(
     overrides: Overrides = None,
     *,
     beginning: Beginning,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="auto (native on a CPU where it can), torch, native or numpy."),
-    ] = None,
+    engine: str | None = option(
+        None, help="auto (native on a CPU where it can), torch, native or numpy."
+    ),
     machine: Machine,
     settings: Annotated[
         bool,
@@ -133,9 +132,7 @@ def train(
 
 def resume(
     run: RunName,
-    steps: Annotated[
-        int | None, typer.Option(help="Train up to this step, where the run had fewer.")
-    ] = None,
+    steps: int | None = option(None, help="Train up to this step, where the run had fewer."),
     *,
     machine: Machine,
 ) -> None:
@@ -185,9 +182,9 @@ def finetune(
         ),
     ],
     overrides: Overrides = None,
-    lora: Annotated[
-        int | None, typer.Option(metavar="RANK", help="Train LoRA of this rank, not all weights.")
-    ] = None,
+    lora: int | None = option(
+        None, metavar="RANK", help="Train LoRA of this rank, not all weights."
+    ),
     *,
     beginning: Beginning,
     machine: Machine,

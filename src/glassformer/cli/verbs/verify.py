@@ -64,10 +64,9 @@ def verify(
     *,
     checks: Checks,
     files: Files,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Compare with a kept certificate: new failures count."),
-    ] = None,
+    against: str | None = option(
+        None, metavar="FILE", help="Compare with a kept certificate: new failures count."
+    ),
     runs: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
