@@ -222,42 +222,18 @@ def design_costs(model: ModelSpec, *, batch: int) -> tuple[Cost, ...]:
     memory = training_memory(model, batch=batch, length=length, device="cpu")
     cache = cache_bytes(model, batch=1, length=1, itemsize=4)
     at_batch = f"batch {batch} x {length:,} in float32"
-    return (
-        Cost(
-            name="forward, per token",
-            value=work.forward / length,
-            unit="flops",
-            note=f"at length {length:,}",
-        ),
-        Cost(
-            name="training, per token",
-            value=work.training / length,
-            unit="flops",
-            note="forward and backward",
-        ),
-        *(
-            Cost(name=f"weights in {form}", value=count, unit="bytes")
-            for form, count in forms.items()
-        ),
-        Cost(
-            name="weights and AdamW",
-            value=memory.weights + memory.optimizer,
-            unit="bytes",
-            note="float32, without a batch",
-        ),
-        Cost(name="training, at most", value=memory.peak, unit="bytes", note=at_batch),
-        Cost(
-            name="KV cache, per token",
-            value=cache,
-            unit="bytes",
-            note="float32; half of it in bf16",
-        ),
-        Cost(
-            name="KV cache, full context",
-            value=cache * length,
-            unit="bytes",
-            note=f"{length:,} tokens, float32",
-        ),
+    state = memory.weights + memory.optimizer
+    rows: list[tuple[str, float, Literal["flops", "bytes"], str]] = [
+        ("forward, per token", work.forward / length, "flops", f"at length {length:,}"),
+        ("training, per token", work.training / length, "flops", "forward and backward"),
+        *((f"weights in {form}", count, "bytes", "") for form, count in forms.items()),
+        ("weights and AdamW", state, "bytes", "float32, without a batch"),
+        ("training, at most", memory.peak, "bytes", at_batch),
+        ("KV cache, per token", cache, "bytes", "float32; half of it in bf16"),
+        ("KV cache, full context", cache * length, "bytes", f"{length:,} tokens, float32"),
+    ]
+    return tuple(
+        Cost(name=name, value=value, unit=unit, note=note) for name, value, unit, note in rows
     )
 
 

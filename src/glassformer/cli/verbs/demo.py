@@ -4,7 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,11 @@ from glassformer.spec.serialize import json_numbers
 from glassformer.spec.units import pasted
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glassformer.checks.report import Report
     from glassformer.data.task import Task
     from glassformer.lab.measure.scores import Decoded
     from glassformer.lab.runs.run import TrainingRun
+    from glassformer.lens.show.attention_map import AttentionMap
     from glassformer.models.model import Model
 
 
@@ -220,37 +219,34 @@ def _decode(model: "Model", task: "Task") -> "dict[str, Decoded]":
 class Example:
     """One held-out row, the model's output, and the last layer's attention to the source."""
 
-    source: list[str]
-    answer: list[str]
+    map: "AttentionMap"
     right: bool
     layer: int
-    weights_TS: "Tensor"
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with weights rounded to four digits."""
         return {
-            "source": self.source,
-            "answer": self.answer,
+            "source": list(self.map.columns_words),
+            "answer": list(self.map.rows_words),
             "right": self.right,
             "layer": self.layer,
-            "weights": [[round(w, 4) for w in row] for row in self.weights_TS.tolist()],
+            "weights": [[round(w, 4) for w in row] for row in self.map.tensor.tolist()],
         }
 
     def text(self) -> str:
         """Return the example and its heat map; reversing shows as a diagonal from the top right."""
-        from glassformer.lens.show.text import ASCII_SHADES, SHADES, heatmap_text, legend
+        from glassformer.lens.show.text import ASCII_SHADES, SHADES, legend
 
         shades = SHADES if is_unicode(SHADES) else ASCII_SHADES
-        picture = heatmap_text(
-            self.weights_TS, rows=self.answer, columns=self.source, shades=shades
-        )
         lines = [
-            f"\ninput     {_words(self.source)}",
-            f"output    {_words(self.answer)}  ({'right' if self.right else 'wrong'})",
+            f"\ninput     {_words(self.map.columns_words)}",
+            f"output    {_words(self.map.rows_words)}  ({'right' if self.right else 'wrong'})",
             f"\ncross-attention, layer L{self.layer}, mean of its heads: what each output token",
             f"attends to in the source ({legend(shades)})\n",
         ]
-        return "\n".join([*lines, *(f"  {line}" for line in picture.split("\n"))])
+        return "\n".join(
+            [*lines, *(f"  {row}" for row in self.map.drawn(shades=shades).split("\n"))]
+        )
 
 
 def _example(model: "Model", task: "Task") -> Example:
@@ -275,13 +271,10 @@ def _example(model: "Model", task: "Task") -> Example:
     source_1S = torch.from_numpy(batch.source.tokens).long()
     layer = model.spec.n_layers - 1
     seen = inspect(model, Inputs(tokens_1T, source_BS=source_1S))
-    return Example(
-        source=[names.names[token] for token in source_1S[0].tolist()],
-        answer=[names.names[token] for token in answer],
-        right=answer == next(wanted(batch)),
-        layer=layer,
-        weights_TS=seen.attention.of("cross").mean(layer).tensor,
-    )
+    words = [tuple(names.names[i] for i in ids) for ids in (answer, source_1S[0].tolist())]
+    drawn = seen.attention.of("cross").mean(layer)
+    drawn = replace(drawn, rows_words=words[0], columns_words=words[1])
+    return Example(drawn, right=answer == next(wanted(batch)), layer=layer)
 
 
 def _words(names: Sequence[str]) -> str:

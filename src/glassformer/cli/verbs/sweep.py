@@ -157,11 +157,14 @@ def _run(
 ) -> int:
     """Plan, run and rank; return the exit code."""
     from glassformer.lab.recipes import usual_name
-    from glassformer.lab.sweeps.plan import Planner
-    from glassformer.lab.sweeps.sweep import Sweep, executor, prepare_sweep, run_sweep
-    from glassformer.store.rundir import cache_folder, run_folder
+    from glassformer.lab.sweeps.sweep import (
+        executor,
+        prepare_sweep,
+        run_sweep,
+        sweep_folder,
+    )
 
-    device, resume = check_device(running.device), running.resume
+    device = check_device(running.device)
     what, *others = named
     if others and not is_config(what):
         raise InputError(
@@ -170,24 +173,16 @@ def _run(
         )
     keep_freed_memory()
     how, execute = executor(jobs=running.jobs, ray=running.ray, stack=running.stack, device=device)
-    if (Path(what) / "sweep.json").is_file():
-        if settings or options or design:
-            raise InputError(
-                "a sweep that goes on keeps its settings", hint=f"glass sweep {what} alone"
-            )
-        sweep, resume = Sweep.open(what), True
-        planner = Planner(sweep.plan.sweep, cache=cache_folder(sweep.path / "runs"))
-    else:
-        usual = "-".join(map(usual_name, named))
-        sweep, planner = prepare_sweep(
-            named if others else what,
-            folder=run_folder(Path(running.sweeps), running.name or usual),
-            options=options,
-            overrides=settings,
-            design=design,
-            yes=running.yes,
-            dry=running.dry_run,
-        )
+    name = running.name or ("-".join(map(usual_name, named)) if others else None)
+    sweep, planner = prepare_sweep(
+        named if others else what,
+        folder=sweep_folder(what, name=name, sweeps=Path(running.sweeps)),
+        options=options,
+        overrides=settings,
+        design=design,
+        yes=running.yes,
+        dry=running.dry_run,
+    )
     if running.dry_run:
         _print_plan(sweep, planner, device=device, how=how, as_json=as_json)
         return 0
@@ -195,7 +190,7 @@ def _run(
     runs = cells * sweep.plan.sweep.seeds
     tell(f"{cells} cells, {sweep.plan.sweep.seeds} seeds: {runs} runs, {how}")
     with sweep.directory.locked():
-        sweep.begin(resume=resume, overwrite=running.overwrite)
+        sweep.begin(resume=running.resume, overwrite=running.overwrite)
         run_sweep(sweep, planner, execute, device=device, threads=running.threads, progress=True)
     if as_json:
         print(json.dumps(json_numbers(sweep.ranking.to_dict()), allow_nan=False))

@@ -86,7 +86,7 @@ class Sweep:
         self.directory = RunDirectory(folder)
         self.plan = plan
         self.results: dict[str, Result] = {}
-        self.stopped = False
+        self.stopped = self.goes_on = False
 
     @classmethod
     def open(cls, folder: str | Path) -> "Sweep":
@@ -144,7 +144,7 @@ class Sweep:
                 self.directory.remove(
                     "runs", "results.jsonl", "table.csv", "ranking.json", "report.html"
                 )
-            elif not resume:
+            elif not (resume or self.goes_on):
                 raise InputError(
                     f"the sweep {self.path.name} exists",
                     hint="{--resume|resume=True} goes on with it, {--overwrite|overwrite=True} "
@@ -590,6 +590,19 @@ def _listed(value: Any) -> str:
     return ",".join(one if isinstance(one, str) else json.dumps(one) for one in values)
 
 
+def _has_begun(what: Any) -> bool:
+    return isinstance(what, (str, Path)) and (Path(what) / "sweep.json").is_file()
+
+
+def sweep_folder(what: Any, *, name: str | None, sweeps: Path) -> Path:
+    """Return the folder of a sweep: the given one, if it goes on, else that of a name."""
+    if _has_begun(what):
+        return Path(what)
+    one = what.what if isinstance(what, SweepSpec) else what
+    usual = usual_name(str(one)) if isinstance(one, (str, Path)) else "runs"
+    return run_folder(sweeps, name or usual)
+
+
 def prepare_sweep(
     what: "str | Path | SweepSpec | Sequence[str | Path] | Mapping[str, RunSpec]",
     *,
@@ -603,8 +616,19 @@ def prepare_sweep(
 ) -> tuple[Sweep, Planner]:
     """Return the sweep with all its cells, checked; nothing has run.
 
-    A text keeps its tokens in the sweep's folder, unless it is a dry run, which writes nothing.
+    A text keeps its tokens in the sweep's folder, unless it is a dry run, which writes nothing. The
+    folder of a sweep goes on as it is.
     """
+    if _has_begun(what):
+        assert isinstance(what, (str, Path))
+        if any((options, [*overrides], vary, design)):
+            raise InputError(
+                "a sweep that goes on keeps its settings",
+                hint=f"{{glass sweep {what}|gf.sweep('{what}')}} alone",
+            )
+        found = Sweep.open(what)
+        found.goes_on = True
+        return found, Planner(found.plan.sweep, cache=cache_folder(found.path / "runs"))
     cache = None if dry else cache_folder(folder / "runs")
     if isinstance(what, (list, tuple)):
         what = named_configs(what)
@@ -728,33 +752,25 @@ def sweep(
     Runs are trained `jobs` at a time in processes, those of one shape as one with `stack` (on a GPU
     by default), or on a `ray` cluster; the ranking is the same.
     """
-    if isinstance(what, (str, Path)) and (Path(what) / "sweep.json").is_file():
-        made = Sweep.open(what)
-        planner = Planner(made.plan.sweep, cache=cache_folder(made.path / "runs"))
-        resume = True
-    else:
-        given = {
-            "seeds": seeds,
-            "sampler": sampler,
-            "draws": draws,
-            "rungs": None if rungs is None else tuple(rungs),
-            "keep": keep,
-            "metric": metric,
-            "baseline": baseline,
-            "difference": difference,
-        }
-        one = what.what if isinstance(what, SweepSpec) else what
-        usual = usual_name(str(one)) if isinstance(one, (str, Path)) else "runs"
-        folder = run_folder(Path(sweeps), name or usual)
-        made, planner = prepare_sweep(
-            what,
-            folder=folder,
-            options={key: value for key, value in given.items() if value is not None},
-            overrides=overrides,
-            vary=vary,
-            design=design,
-            yes=yes,
-        )
+    given = {
+        "seeds": seeds,
+        "sampler": sampler,
+        "draws": draws,
+        "rungs": None if rungs is None else tuple(rungs),
+        "keep": keep,
+        "metric": metric,
+        "baseline": baseline,
+        "difference": difference,
+    }
+    made, planner = prepare_sweep(
+        what,
+        folder=sweep_folder(what, name=name, sweeps=Path(sweeps)),
+        options={key: value for key, value in given.items() if value is not None},
+        overrides=overrides,
+        vary=vary,
+        design=design,
+        yes=yes,
+    )
     _, execute = executor(jobs=jobs, ray=ray, stack=stack, device=device)
     with made.directory.locked():
         made.begin(resume=resume, overwrite=overwrite)

@@ -23,7 +23,7 @@ from glassformer.lab.runs.table import duration, number, settings
 from glassformer.lens.show.chart import Lines
 from glassformer.lens.show.chart_svg import chart_svg
 from glassformer.lens.show.html import escape_line, folded
-from glassformer.lens.show.outline import counted
+from glassformer.lens.show.outline import model_lines
 from glassformer.lens.show.report_page import (
     Cell,
     Text,
@@ -158,7 +158,7 @@ def trained(run: Subject) -> Iterator[str]:
     told = facts(
         [
             ("task", record.get("task")),
-            ("model", _model_text(run)),
+            ("model", model_lines(model)[0].removeprefix("model: ")),
             ("vocabulary", f"{model.vocab_size:,} tokens, sequences up to {model.max_seq_len:,}"),
             ("output heads", ", ".join(model.head_names())),
             (
@@ -185,18 +185,6 @@ def trained(run: Subject) -> Iterator[str]:
         [name, Text("" if value is None else str(value))] for name, value in every
     ]
     yield folded("every setting", table(["setting", "value"], lines, caption="config.json"))
-
-
-def _model_text(run: Subject) -> str:
-    model = run.spec.model
-    stacks = {"encoder": model.encoder, "decoder": model.decoder}
-    parts = []
-    for name, stack in stacks.items():
-        if stack is not None:
-            block = next(iter(stack.blocks()))
-            heads = block.attention.n_heads
-            parts.append(f"{name} {counted(stack.n_layers, 'layer')} x {heads} heads")
-    return f"{', '.join(parts)}, d_model {model.d_model}"
 
 
 def curves(run: Subject) -> Iterator[str]:
