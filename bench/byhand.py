@@ -30,7 +30,7 @@ Step = Callable[[], object]
 def one_layer() -> spec.ModelSpec:
     """One post-norm block as in source 003, causal, with a next-token head."""
     block = spec.Block(
-        attention=spec.Attention(n_heads=4, bias="all"),
+        mixer=spec.Attention(n_heads=4, bias="all"),
         ffn=spec.MLP(d_ff=512, activation="relu"),
         norm=spec.LayerNorm(),
         placement="post",

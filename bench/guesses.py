@@ -180,6 +180,6 @@ def twice(spec: ModelSpec) -> ModelSpec:
             n_kv_heads=2 * block.attention.kv_heads,
         )
         ffn = replace(block.ffn, d_ff=2 * block.ffn.d_ff)
-        layers.append(replace(run_, block=replace(block, attention=attention, ffn=ffn)))
+        layers.append(replace(run_, block=replace(block, mixer=attention, ffn=ffn)))
     decoder = replace(spec.decoder, layers=tuple(layers))
     return replace(spec, d_model=2 * spec.d_model, decoder=decoder)

@@ -26,7 +26,7 @@ CASE = f"B{B} T{T} d{D} h{N} ff{D_FF}"
 def ours() -> nn.Module:
     """Pre-norm, GELU, biases, like the reference."""
     block = spec.Block(
-        attention=spec.Attention(n_heads=N, bias="all"),
+        mixer=spec.Attention(n_heads=N, bias="all"),
         ffn=spec.MLP(d_ff=D_FF),
         norm=spec.LayerNorm(),
     )

@@ -73,7 +73,7 @@ def heads(number: int) -> Callable[[RunSpec], RunSpec]:
 
     def block(old: Block) -> Block:
         cross = None if old.cross is None else replace(old.cross, n_heads=number)
-        return replace(old, attention=replace(old.attention, n_heads=number), cross=cross)
+        return replace(old, mixer=replace(old.attention, n_heads=number), cross=cross)
 
     return lambda run: replace(run, model=each_block(run.model, block))
 

@@ -105,7 +105,7 @@ FAULTS = (
     Fault("RMSNorm takes the mean off", mutate("nn.norm:RMSNorm.forward", Call("mean"), to="wide.var(-1, keepdim=True, correction=0)"), "RMSNorm = nn.RMSNorm"),
     Fault("SwiGLU gates the wrong half", mutate("nn.ffn:SwiGLU.forward", Call("gate"), to="{func}(up_BTF, gate_BTF, self.activation)"), "feed-forward = formula"),
     Fault("gain without its 1", mutate("nn.norm:RMSNorm.forward", Binary("+", of="weight"), to="{right}"), HAND, "gemma"),
-    Fault("norm on the wrong side", mutate(FORWARD, Binary("+"), to="self.attn_norm(x + attend(x))"), ENCODER),
+    Fault("norm on the wrong side", mutate(FORWARD, Binary("+"), to="self.attn_norm(x + mix(x))"), ENCODER),
     Fault("norms exchanged", mutate(FORWARD, Call("cross_norm"), to="self.ffn_norm(x)"), DECODER),
     Fault("K and V from the decoder", mutate(FORWARD, Call("cross"), arg="context_BSD", to="x"), "cross-attention reads the encoder in every layer", "seq2seq"),
     Fault("feed-forward detached", mutate(FORWARD, Call("ffn", nth=1), to="{it}.detach()"), GRADIENTS, "core"),

@@ -1,6 +1,7 @@
 """Plain data and back, strictly; overrides."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,12 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
     MLP,
     AnswerHead,
+    Attention,
+    Block,
     Dropout,
     FactorizedEmbedding,
+    LayerNorm,
+    Layers,
     Learned,
     ModelSpec,
     NextHead,
@@ -229,3 +234,34 @@ def test_a_spec_prints_as_the_python_that_makes_it():
     assert eval(repr(run), dict(names)) == run
     assert repr(train.TrainSpec()) == "TrainSpec()"
     assert repr(tasks.FsmTask(order="uniform")) == "FsmTask(order='uniform')"
+
+
+def test_a_blocks_mixer_is_written_as_attention_and_read_under_both_names():
+    spec = preset("core")
+    data = to_dict(spec)
+    block = data["decoder"]["layers"][0]["block"]
+    assert "attention" in block and "mixer" not in block
+    assert from_dict(ModelSpec, data) == spec
+    block["mixer"] = block.pop("attention")
+    assert from_dict(ModelSpec, data) == spec
+    block["attention"] = block["mixer"]
+    with pytest.raises(InputError, match="mixer is given twice"):
+        from_dict(ModelSpec, data)
+    for name in ("attention", "mixer"):
+        made = override(spec, f"decoder.layers.block.{name}.n_kv_heads=1")
+        assert [each.kv_heads for each in made.decoder.attentions().values()] == [1] * 2
+        made = override(spec, **{f"decoder.layers.block.{name}": Attention(n_heads=2)})
+        assert next(made.decoder.blocks()).attention == Attention(n_heads=2)
+    given = {"ffn": MLP(d_ff=5), "norm": LayerNorm()}
+    one, other = (Block(**{name: Attention(n_heads=2)}, **given) for name in ("attention", "mixer"))
+    assert one == other and repr(one).startswith("Block(mixer=")
+
+
+def test_layers_that_differ_in_what_they_should_share_are_named():
+    spec = override(preset("core"), "decoder.layers.count=3")
+    layers = spec.decoder.layers
+    wide = replace(layers[0].block, mixer=Attention(n_heads=2))
+    stack = replace(spec.decoder, layers=(*layers, Layers(count=1, block=wide)))
+    assert stack.common(lambda block: block.norm, "norm") == layers[0].block.norm
+    with pytest.raises(InputError, match=r"layers differ in n_heads: 4 in layers .*; 2 in layer 3"):
+        stack.common(lambda block: block.attention.n_heads, "n_heads")

@@ -115,7 +115,7 @@ def _misfits_apart_from_widths(spec: ModelSpec, family: Family) -> list[str]:
             for each in (one.attention, one.cross)
         )
         assert attention is not None
-        return replace(one, attention=attention, cross=cross)
+        return replace(one, mixer=attention, cross=cross)
 
     def stack(one: Stack) -> Stack:
         layers = tuple(replace(each, block=block(each.block)) for each in one.layers)
@@ -150,7 +150,7 @@ def _comparable(spec: ModelSpec) -> ModelSpec:
             d_head=one.attention.head_width(spec.d_model),
         )
         ffn = replace(one.ffn, balance=0.0) if isinstance(one.ffn, MoE) else one.ffn
-        return replace(one, attention=attention, ffn=ffn)
+        return replace(one, mixer=attention, ffn=ffn)
 
     def stack(one: Stack) -> Stack:
         runs = groupby(one.blocks())

@@ -132,7 +132,7 @@ def sentence_model(spec: ModelSpec, origin: Path | None) -> SentenceModel:
     found = SentenceModel() if folder is None else read_sentence_model(folder)
     if found.poolings is not None:
         return found
-    causal = any(block.attention.causal for block in spec.decoder.blocks())
+    causal = any(block.mixer.causal for block in spec.decoder.blocks())
     return replace(found, poolings=("last",) if causal else ("mean",))
 
 

@@ -352,7 +352,7 @@ def outline_of(module: nn.Module, folder: Path | None) -> ModelSpec:
     if length is None and folder is not None:
         named = read_sidecar(folder, "tokenizer_config.json").get("model_max_length")
         length = named if type(named) is int and 0 < named <= MOST_POSITIONS else None
-    block = Block(attention=Attention(n_heads=1), ffn=MLP(d_ff=width), norm=RMSNorm())
+    block = Block(mixer=Attention(n_heads=1), ffn=MLP(d_ff=width), norm=RMSNorm())
     return ModelSpec(
         vocab_size=min(logits_BTV.shape[-1], len(table)),
         d_model=width,

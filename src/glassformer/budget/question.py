@@ -444,7 +444,7 @@ def build_block(budget: Budget, sizes: Sizes) -> Block:
         )
     fills_width = sizes.n_heads * sizes.d_head == sizes.d_model
     return Block(
-        attention=Attention(
+        mixer=Attention(
             n_heads=sizes.n_heads,
             n_kv_heads=budget.kv_heads,
             d_head=None if fills_width else sizes.d_head,

@@ -43,7 +43,7 @@ def not_in_c(model: ModelSpec) -> str:
 
 def continues(model: ModelSpec) -> str:
     """Return why a model continues no sequence; empty if it does."""
-    causal = all(block.attention.causal for block in model.decoder.blocks())
+    causal = all(block.mixer.causal for block in model.decoder.blocks())
     if "next" in model.head_names() and causal:
         return ""
     return "it predicts no next token"

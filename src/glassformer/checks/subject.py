@@ -74,7 +74,7 @@ def subject_of_model(model: Model, *, name: str) -> Subject:
         load_weights(again, arrays)
         return subject_of_model(again, name=name)
 
-    causal = all(block.attention.causal for block in spec.decoder.blocks())
+    causal = all(block.mixer.causal for block in spec.decoder.blocks())
     per_position = all(head.readout is None for head in spec.heads)
     zero = {p.name: p.zero_gradient for p in manifest(spec) if p.zero_gradient}
     return Subject(

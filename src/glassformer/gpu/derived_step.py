@@ -124,7 +124,7 @@ def _with_default_scale(block: spec.Block, d_model: int) -> spec.Block:
     own = block.attention
     if own.scale is None or not math.isclose(own.scale, own.head_width(d_model) ** -0.5):
         return block
-    return replace(block, attention=replace(own, scale=None))
+    return replace(block, mixer=replace(own, scale=None))
 
 
 class FastAttention:

@@ -272,7 +272,7 @@ def _seen(own: FastAttention, positions_BT: Tensor, columns: int, dtype: torch.d
 def _check_continues(spec: ModelSpec) -> None:
     if spec.encoder is not None:
         raise InputError("slots need a decoder", hint="use OneByOneSlots")
-    if not all(block.attention.causal for block in spec.decoder.blocks()):
+    if not all(block.mixer.causal for block in spec.decoder.blocks()):
         raise InputError("attention that is not causal cannot be continued")
 
 

@@ -522,7 +522,7 @@ class RecordedStepper(Stepper):
         plain = all(
             b.attention.window is None and b.attention.slopes_N is None for b in fast.blocks
         )
-        causal = all(block.attention.causal for block in self.model.spec.decoder.blocks())
+        causal = all(block.mixer.causal for block in self.model.spec.decoder.blocks())
         self._reads_prompts = self._recording and self._by_kernels and plain and causal
         self._gpu = importlib.import_module(CHOOSING) if self._by_kernels else None
         self._step = fast.step

@@ -81,11 +81,11 @@ def _add_rotations(holder: StackParts, model: spec.ModelSpec, stack: spec.Stack)
     names: dict[tuple[spec.Rotary, int], str] = {}
     turns: list[str | None] = []
     for block in stack.blocks():
-        rotary = spec.rotary_of(block.attention, model.position)
-        width = block.attention.head_width(model.d_model)
+        rotary = spec.rotary_of(block.mixer, model.position)
         if rotary is None:
             turns.append(None)
             continue
+        width = block.attention.head_width(model.d_model)
         number = "" if rotary == model.position else f" {len(names)}"
         name = names.setdefault((rotary, width), f"{width}{number}")
         if name not in holder.rotary:
@@ -130,7 +130,7 @@ def run_stack(
     if cache is not None:
         if segments_BT is not None:
             raise InputError("packed segments cannot be continued from a cache")
-        if past and not all(block.attention.causal for block in parts.stack.blocks()):
+        if past and not all(block.mixer.causal for block in parts.stack.blocks()):
             raise InputError(
                 "a cache cannot continue attention that is not causal: the past would have to "
                 "attend to the new tokens",
@@ -160,7 +160,7 @@ def run_stack(
         run = partial(checkpoint, module, use_reentrant=False) if recompute else module
         x_BTD = run(
             x_BTD,
-            mask=masks.of(block.attention, module.attn.d_head),
+            mask=masks.of(block.mixer, x_BTD.shape[-1]),
             memory_BSD=memory_BSD,
             memory_mask=mask_of_memory,
             rotation=None if (turn := parts.turns[layer]) is None else rotations[turn],

@@ -211,7 +211,7 @@ class SwiGLU(ffn.SwiGLU):
 def _block(d_model: int, n_heads: int, d_ff: int = 1) -> spec.Block:
     divides("d_model", d_model, "n_heads", n_heads)
     return spec.Block(
-        attention=spec.Attention(n_heads=n_heads),
+        mixer=spec.Attention(n_heads=n_heads),
         ffn=spec.SwiGLU(d_ff=d_ff),
         norm=spec.LayerNorm(),
     )

@@ -115,7 +115,7 @@ class TransformerBlock(block.TransformerBlock):
         self, d_model: int, n_heads: int, d_ff: int, *, generator: torch.Generator | None = None
     ) -> None:
         described = spec.Block(
-            attention=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
+            mixer=_attention(d_model, n_heads), ffn=spec.MLP(d_ff=d_ff), norm=spec.LayerNorm()
         )
         super().__init__(described, d_model, dropout=spec.Dropout())
         self.d_model = d_model

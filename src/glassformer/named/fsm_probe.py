@@ -203,7 +203,7 @@ def add_positional(x_btd: Tensor) -> Tensor:
 def _described(d_model: int, n_heads: int, d_mlp: int = 1) -> spec.Block:
     divides("d_model", d_model, "n_heads", n_heads)
     return spec.Block(
-        attention=spec.Attention(n_heads=n_heads, bias="all"),
+        mixer=spec.Attention(n_heads=n_heads, bias="all"),
         ffn=spec.MLP(d_ff=d_mlp),
         norm=spec.LayerNorm(),
     )

@@ -7,7 +7,7 @@ and its result is erased afterwards.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,17 +191,21 @@ class Masks:
         self.alibi, self.relative = alibi, relative
         self.made: dict[tuple[bool, int | None, str], Mask] = {}
 
-    def of(self, attention: spec.Attention, d_head: int) -> Mask:
-        """Return the mask of this kind of attention."""
-        heads = heads_key(attention.n_heads, d_head) if self.alibi else ""
-        kind = (attention.causal, attention.window, heads)
+    def of(self, mixer: spec.Mixer, d_model: int) -> Mask:
+        """Return the mask of this kind of mixer."""
+        match mixer:
+            case spec.Attention(window=window):
+                heads = heads_key(mixer.n_heads, mixer.head_width(d_model)) if self.alibi else ""
+            case _ as unreachable:
+                assert_never(unreachable)
+        kind = (mixer.causal, window, heads)
         if kind not in self.made:
             valid_BS = self.valid_BS
             mask = build_mask(
                 self.queries,
                 self.keys,
-                causal=attention.causal,
-                window=attention.window,
+                causal=mixer.causal,
+                window=window,
                 valid_q_BT=None if valid_BS is None else valid_BS[:, -self.queries :],
                 valid_k_BS=valid_BS,
                 segments_q_BT=self.segments_BT,

@@ -306,8 +306,7 @@ def build_biases(
 ) -> tuple[dict[str, ALiBiPosition], RelativePosition | None]:
     """Build what is added to the scores of a stack: slopes for each shape of heads, or a table."""
     slopes: dict[str, ALiBiPosition] = {}
-    for block in stack.blocks():
-        attention = block.attention
+    for attention in stack.attentions().values():
         match model.position:
             case ALiBi() as alibi:
                 heads, width = attention.n_heads, attention.head_width(model.d_model)

@@ -4,12 +4,15 @@ A stack is runs of equal blocks, so that layers may differ. A head reads the las
 head for each kind of prediction. An embedding turns a token into d_model numbers.
 """
 
-from collections.abc import Iterator
-from typing import Literal, assert_never, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, Literal, TypeAlias, TypeVar, assert_never, get_args
 
 from glassformer.spec.checks import at_least, divides, one_of, positive, probability, size, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.position import NoPosition, Rotary
+
+L = TypeVar("L")
+T = TypeVar("T")
 
 
 @spec
@@ -78,6 +81,9 @@ class Attention:
     sinks: bool = False
     position: Rotary | NoPosition | None = None
 
+    #: Its name in a block.
+    leaf: ClassVar[str] = "attn"
+
     def __post_init__(self) -> None:
         size("n_heads", self.n_heads)
         one_of("qk_norm_over", self.qk_norm_over, get_args(NormWidth))
@@ -106,6 +112,10 @@ class Attention:
     def head_width(self, d_model: int) -> int:
         """d_head, resolved for a model of this width."""
         return d_model // self.n_heads if self.d_head is None else self.d_head
+
+
+#: What a block does between positions. Each knows its name in a block, and whether it is causal.
+Mixer: TypeAlias = Attention
 
 
 @spec
@@ -210,7 +220,10 @@ FeedForward = MLP | SwiGLU | MoE
 
 @spec
 class Block:
-    """Self-attention, cross-attention if any, feed-forward; `placement` is where the norms are.
+    """A mixer, cross-attention if any, feed-forward; `placement` is where the norms are.
+
+    The mixer is what a block does between positions: self-attention. In files and in Python it may
+    be given as `attention`, which it was called when there was no other.
 
     post: x = norm(x + part(x)), the 2017 paper. pre: x = x + part(norm(x)), steadier when deep.
     sandwich: x = x + norm'(part(norm(x))) (Gemma 2). output: x = x + norm(part(x)) (OLMo 2).
@@ -220,12 +233,15 @@ class Block:
     to x (Granite).
     """
 
-    attention: Attention
+    mixer: Mixer
     ffn: FeedForward
     norm: Norm
     placement: Placement = "pre"
     cross: Attention | None = None
     residual_scale: float = 1.0
+
+    #: Keys that stand for a field with a value of this class.
+    shorthands: ClassVar[Mapping[str, tuple[str, str]]] = {"attention": ("mixer", "Attention")}
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, get_args(Placement))
@@ -246,6 +262,16 @@ class Block:
                 "cross-attention cannot be causal or windowed: it reads another sequence",
                 hint="set cross.causal=false and leave cross.window out",
             )
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a block that has attention; any other is refused by name."""
+        if not isinstance(self.mixer, Attention):
+            raise InputError(
+                f"a block with {type(self.mixer).__name__} in the place of attention",
+                hint="what is wanted here is known for attention alone",
+            )
+        return self.mixer
 
 
 #: Blocks of one run: each has parameters of its own, and names for them.
@@ -309,6 +335,43 @@ class Stack:
         for run in self.layers:
             for _ in range(run.count):
                 yield run.block
+
+    def common(self, read: Callable[[Block], T], what: str) -> T:
+        """Return what all blocks have in common; layers that differ in it are refused by name."""
+        return common(dict(enumerate(self.blocks())), read, what)
+
+    def attentions(self) -> dict[int, Attention]:
+        """Self-attentions by the number of their layer; other mixers are left out."""
+        return {
+            layer: block.mixer
+            for layer, block in enumerate(self.blocks())
+            if isinstance(block.mixer, Attention)
+        }
+
+
+def common(layers: Mapping[int, L], read: Callable[[L], T], what: str) -> T:
+    """Return what all layers have in common; layers that differ are refused by name.
+
+    For what has one number where a model has one for each layer: a format's header, a page's line.
+    """
+    found: dict[T, list[int]] = {}
+    for layer, one in layers.items():
+        found.setdefault(read(one), []).append(layer)
+    if len(found) == 1:
+        return next(iter(found))
+    each = "; ".join(f"{value} in {_in_words(numbers)}" for value, numbers in found.items())
+    raise InputError(
+        f"layers differ in {what}: {each or 'there are none'}",
+        hint="one value for all of them is wanted here: give all layers the same",
+    )
+
+
+def _in_words(numbers: list[int]) -> str:
+    """`layer 3`, `layers 0, 2 and 5 more`."""
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    rest = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f"layers {', '.join(map(str, numbers[:3]))}{rest}"
 
 
 Readout = Literal["last", "first", "mean"]

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from typing import (
     Any,
@@ -40,7 +40,25 @@ def spec(cls: type[T]) -> type[T]:
     type.__setattr__(cls, "__post_init__", wraps(own_checks)(checks) if own_checks else checks)
     if "__repr__" not in cls.__dict__:
         type.__setattr__(cls, "__repr__", source_text)
-    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)(cls)
+    made = dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)(cls)
+    if shorthands := shorthands_of(made):
+        init = made.__init__
+
+        @wraps(init)
+        def with_shorthands(self: T, **given: Any) -> None:
+            for key, (field, _) in shorthands.items():
+                if key in given:
+                    given[field] = given.pop(key)
+            init(self, **given)
+
+        type.__setattr__(made, "__init__", with_shorthands)
+    return made
+
+
+def shorthands_of(cls: type) -> Mapping[str, tuple[str, str]]:
+    """Return the keys that stand for a field with a value of one class: (field, class)."""
+    found: Mapping[str, tuple[str, str]] = getattr(cls, "shorthands", {})
+    return found
 
 
 #: Columns of a line of `source_text`.

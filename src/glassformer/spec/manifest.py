@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, Protocol, assert_never
 
+from glassformer.spec.block import common
 from glassformer.spec.checks import check_tree, spec
 from glassformer.spec.execution import check_memory
 from glassformer.spec.init import Constant, Gaussian, Init, Rule
@@ -151,8 +152,10 @@ def position_parameters(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
 
 def relative_parameters(model: ModelSpec, stack: Stack, prefix: str) -> Iterator[Parameter]:
     """Yield the biases of a stack by bucket and head, if its positions are such."""
-    if isinstance(model.position, RelativeBias):
-        shape = (model.position.buckets, next(stack.blocks()).attention.n_heads)
+    attentions = stack.attentions()
+    if isinstance(model.position, RelativeBias) and attentions:
+        heads = common(attentions, lambda each: each.n_heads, "n_heads")
+        shape = (model.position.buckets, heads)
         yield Parameter(
             name=f"{prefix}weight",
             shape=shape,
@@ -363,14 +366,14 @@ def block_parameters(
     """Yield the parameters of a block: each sublayer's norm, then the sublayer."""
     if block.placement != "pre_ffn":
         yield from norm_parameters(block.norm, f"{prefix}attn_norm.", d_model)
-    yield from attention_parameters(
-        block.attention,
-        f"{prefix}attn.",
-        d_model,
-        init=init,
-        rotated=rotated,
-        residual_depth=residual_depth,
-    )
+    at = f"{prefix}{block.mixer.leaf}."
+    match block.mixer:
+        case Attention() as attention:
+            yield from attention_parameters(
+                attention, at, d_model, init=init, rotated=rotated, residual_depth=residual_depth
+            )
+        case _ as unreachable:
+            assert_never(unreachable)
     if block.cross is not None:
         yield from norm_parameters(block.norm, f"{prefix}cross_norm.", d_model)
         yield from attention_parameters(
@@ -422,7 +425,7 @@ def _stack_parameters(model: ModelSpec, prefix: str, stack: Stack) -> Iterator[P
             f"{prefix}blocks.{layer}.",
             model.d_model,
             init=model.init,
-            rotated=rotary_of(block.attention, model.position) is not None,
+            rotated=rotary_of(block.mixer, model.position) is not None,
             residual_depth=depth,
         ):
             yield replace(parameter, layer=layer)
@@ -551,11 +554,11 @@ def check_fits(spec: ModelSpec, *, bytes_each: int) -> None:
             tables = spec.max_seq_len * spec.d_model
         case Rotary():
             widths = [
-                block.attention.head_width(spec.d_model)
+                attention.head_width(spec.d_model)
                 for stack in spec.stacks().values()
-                for block in stack.blocks()
+                for attention in stack.attentions().values()
             ]
-            tables = spec.max_seq_len * max(widths)
+            tables = spec.max_seq_len * max(widths, default=0)
         case NoPosition() | Learned() | ALiBi() | RelativeBias() | OwnPosition():
             pass
         case _ as unreachable:

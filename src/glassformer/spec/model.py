@@ -31,6 +31,7 @@ from glassformer.spec.block import (
     LayerNorm,
     Layers,
     MaskedHead,
+    Mixer,
     MoE,
     NextHead,
     Norm,
@@ -89,6 +90,7 @@ __all__ = [
     "LongRopeScaling",
     "MLP",
     "MaskedHead",
+    "Mixer",
     "MoE",
     "ModelSpec",
     "NextHead",
@@ -115,14 +117,18 @@ __all__ = [
 ]
 
 
-def position_of(attention: Attention, position: Position) -> Position:
-    """Return the position of a self-attention: its own, or else the model's."""
-    return position if attention.position is None else attention.position
+def position_of(mixer: Mixer, position: Position) -> Position:
+    """Return how a mixer knows positions: an attention by its own way, or else the model's."""
+    match mixer:
+        case Attention(position=own):
+            return position if own is None else own
+        case _ as unreachable:
+            assert_never(unreachable)
 
 
-def rotary_of(attention: Attention, position: Position) -> Rotary | None:
+def rotary_of(mixer: Mixer, position: Position) -> Rotary | None:
     """Return the rotation of a self-attention: its own or else the model's; None without one."""
-    own = position_of(attention, position)
+    own = position_of(mixer, position)
     match own:
         case Rotary():
             return own
@@ -169,10 +175,7 @@ class ModelSpec:
             for run in stack.layers:
                 self._check_block(run.block)
             if isinstance(self.position, RelativeBias):
-                kinds = {
-                    (one.block.attention.n_heads, one.block.attention.causal)
-                    for one in stack.layers
-                }
+                kinds = {(each.n_heads, each.causal) for each in stack.attentions().values()}
                 if len(kinds) > 1:
                     raise InputError(
                         "layers of one stack share their relative position biases, and differ in "
@@ -187,7 +190,7 @@ class ModelSpec:
         at_least("token_types", self.token_types, 0)
         if len(set(names)) < len(names):
             raise InputError(f"two heads share a name: {', '.join(names)}")
-        causal = all(run.block.attention.causal for run in self.decoder.layers)
+        causal = all(run.block.mixer.causal for run in self.decoder.layers)
         if "next" in names and not causal:
             raise InputError(
                 "a next-token head on bidirectional attention sees its own answer",
@@ -217,7 +220,7 @@ class ModelSpec:
             )
         if any(block.cross for block in self.encoder.blocks()):
             raise InputError("an encoder block has cross-attention", hint="leave `cross` out there")
-        if any(block.attention.causal for block in self.encoder.blocks()):
+        if any(block.mixer.causal for block in self.encoder.blocks()):
             raise InputError("an encoder block is causal", hint="set attention.causal=false there")
         if self.share_embedding and self.source_vocab != self.vocab_size:
             raise InputError(
@@ -227,15 +230,21 @@ class ModelSpec:
             )
 
     def _check_block(self, block: Block) -> None:
-        for attention in (block.attention, block.cross):
-            if attention is None:
-                continue
-            if attention.d_head is None:
-                divides("d_model", self.d_model, "n_heads", attention.n_heads)
-        if block.attention.position is not None:
+        if block.cross is not None and block.cross.d_head is None:
+            divides("d_model", self.d_model, "n_heads", block.cross.n_heads)
+        match block.mixer:
+            case Attention() as attention:
+                self._check_attention(attention)
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def _check_attention(self, attention: Attention) -> None:
+        if attention.d_head is None:
+            divides("d_model", self.d_model, "n_heads", attention.n_heads)
+        if attention.position is not None:
             check_member("position", self.position, Rotary | NoPosition)
-        d_head = block.attention.head_width(self.d_model)
-        rotary = rotary_of(block.attention, self.position)
+        d_head = attention.head_width(self.d_model)
+        rotary = rotary_of(attention, self.position)
         if rotary is not None and rotary.share == 1.0 and d_head % 2:
             raise InputError(
                 f"rotary positions turn pairs, and d_head {d_head} is odd",
@@ -256,7 +265,7 @@ class ModelSpec:
     def positions(self) -> tuple[Position, ...]:
         """The ways in which the layers know positions, each once; without one NoPosition."""
         ways = dict.fromkeys(
-            position_of(block.attention, self.position)
+            position_of(block.mixer, self.position)
             for stack in self.stacks().values()
             for block in stack.blocks()
         )
@@ -343,6 +352,15 @@ FFN_TAPS = {"hidden": "BTF", "out": "BTD"}
 MOE_TAPS = {"router": "BTE", "routing": "BTE", "out": "BTD"}
 
 
+def mixer_taps(mixer: Mixer) -> dict[str, str]:
+    """Return the taps of a mixer, in the order of the computation."""
+    match mixer:
+        case Attention():
+            return ATTENTION_TAPS
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
 def ffn_taps(ffn: FeedForward) -> dict[str, str]:
     """Return the taps of a feed-forward, in the order of the computation."""
     match ffn:
@@ -368,8 +386,8 @@ def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:
         for layer, block in enumerate(stack.blocks()):
             at = f"{prefix}blocks.{layer}"
             yield f"{at}.resid_pre", "BTD"
-            for leaf, shape in ATTENTION_TAPS.items():
-                yield f"{at}.attn.{leaf}", shape
+            for leaf, shape in mixer_taps(block.mixer).items():
+                yield f"{at}.{block.mixer.leaf}.{leaf}", shape
             yield f"{at}.resid_mid", "BTD"
             if block.cross is not None:
                 for leaf, shape in ATTENTION_TAPS.items():

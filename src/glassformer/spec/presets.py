@@ -58,7 +58,7 @@ def budget_lm(
     `scale_residual` divides the initial std of the projections that write into the residual stream
     by the square root of their number, as GPT-2 does.
     """
-    block = Block(attention=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm())
+    block = Block(mixer=Attention(n_heads=n_heads), ffn=SwiGLU(d_ff=d_ff), norm=LayerNorm())
     return ModelSpec(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -88,7 +88,7 @@ def modern_lm(
 ) -> ModelSpec:
     """The budget model in today's parts: rotary positions, RMSNorm, grouped keys and values."""
     block = Block(
-        attention=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
+        mixer=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
         ffn=SwiGLU(d_ff=d_ff),
         norm=RMSNorm(),
     )
@@ -124,7 +124,7 @@ def alibi_lm(
     the embedding; this model does not.
     """
     block = Block(
-        attention=Attention(n_heads=n_heads, bias="all"),
+        mixer=Attention(n_heads=n_heads, bias="all"),
         ffn=MLP(d_ff=d_ff, activation="gelu_tanh"),
         norm=LayerNorm(),
     )
@@ -154,7 +154,7 @@ def digits(
 ) -> ModelSpec:
     """A small post-norm model with ReLU and sinusoids that reads one answer at the last token."""
     block = Block(
-        attention=Attention(n_heads=n_heads, bias="all", causal=False),
+        mixer=Attention(n_heads=n_heads, bias="all", causal=False),
         ffn=MLP(d_ff=d_ff, activation="relu"),
         norm=LayerNorm(),
         placement="post",
@@ -188,7 +188,7 @@ def fsm_probe(
 ) -> ModelSpec:
     """One pre-norm block without final norm, three heads; with `rank` a factorized embedding."""
     block = Block(
-        attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
+        mixer=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
     )
     embedding: Embedding = PlainEmbedding()
     if rank is not None:
@@ -223,7 +223,7 @@ def core(
 ) -> ModelSpec:
     """A decoder like GPT-2: pre-norm, GELU, learned positions; its head has weights of its own."""
     block = Block(
-        attention=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
+        mixer=Attention(n_heads=n_heads, bias="all"), ffn=MLP(d_ff=d_ff), norm=LayerNorm()
     )
     return ModelSpec(
         vocab_size=vocab_size,
@@ -261,7 +261,7 @@ def qwen(
         bias="none" if qk_norm else "qkv",
         qk_norm=RMSNorm() if qk_norm else None,
     )
-    block = Block(attention=attention, ffn=SwiGLU(d_ff=d_ff), norm=RMSNorm())
+    block = Block(mixer=attention, ffn=SwiGLU(d_ff=d_ff), norm=RMSNorm())
     layers: tuple[Layers, ...] = (Layers(count=n_layers, block=block),)
     if window is not None:
         windowed = Attention(
@@ -272,7 +272,7 @@ def qwen(
             qk_norm=attention.qk_norm,
             window=window,
         )
-        sliding = Block(attention=windowed, ffn=block.ffn, norm=block.norm)
+        sliding = Block(mixer=windowed, ffn=block.ffn, norm=block.norm)
         first = min((n_layers + 1) // 2, n_layers - 1)
         runs = ((first, block), (n_layers - first, sliding))
         layers = tuple(Layers(count=count, block=one) for count, one in runs if count)
@@ -311,7 +311,7 @@ def moe(
     OLMoE's.
     """
     block = Block(
-        attention=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
+        mixer=Attention(n_heads=n_heads, n_kv_heads=n_kv_heads),
         ffn=MoE(
             n_experts=n_experts,
             experts_per_token=experts_per_token,
@@ -367,7 +367,7 @@ def gemma(
     near = replace(whole, window=window, position=Rotary())
     ffn = SwiGLU(d_ff=d_ff, activation="gelu_tanh")
     blocks = {
-        attention: Block(attention=attention, ffn=ffn, norm=norm, placement="sandwich")
+        attention: Block(mixer=attention, ffn=ffn, norm=norm, placement="sandwich")
         for attention in (near, whole)
     }
     return ModelSpec(
@@ -399,7 +399,7 @@ def neox(
 ) -> ModelSpec:
     """The parts of GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotary."""
     block = Block(
-        attention=Attention(n_heads=n_heads, bias="all"),
+        mixer=Attention(n_heads=n_heads, bias="all"),
         ffn=MLP(d_ff=d_ff),
         norm=LayerNorm(),
         placement="parallel",
@@ -439,11 +439,9 @@ def seq2seq(
         activation="relu" if activation == "relu" else "gelu",
     )
     both = Attention(n_heads=n_heads, bias="all", causal=False)
-    encoder = Block(
-        attention=both, ffn=ffn, norm=LayerNorm(), placement="pre" if pre_norm else "post"
-    )
+    encoder = Block(mixer=both, ffn=ffn, norm=LayerNorm(), placement="pre" if pre_norm else "post")
     decoder = Block(
-        attention=Attention(n_heads=n_heads, bias="all"),
+        mixer=Attention(n_heads=n_heads, bias="all"),
         cross=both,
         ffn=ffn,
         norm=LayerNorm(),

@@ -13,7 +13,7 @@ prompt and a decoding step need no program of their own.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, assert_never, get_args
 
@@ -413,8 +413,7 @@ class _Writer:
             at, self.layer = f"{prefix}blocks.{layer}", layer
             # A bias stands between the embedding and the blocks: the tap belongs to what wrote x.
             self.tap_value(x, f"{at}.resid_pre")
-            bias = biases.get((block.attention.n_heads, block.attention.head_width(model.d_model)))
-            x = self.block(at, block, stack, x, bias=bias, read=read)
+            x = self.block(at, block, stack, x, biases=biases, read=read)
         self.layer = None
         if stack.final_norm is not None:
             self.part = f"{prefix}final_norm"
@@ -484,15 +483,15 @@ class _Writer:
             case _ as unreachable:
                 assert_never(unreachable)
         first: dict[int, str] = {}
-        for block in stack.blocks():
-            heads = block.attention.n_heads
-            shape = (heads, block.attention.head_width(self.model.d_model))
+        for attention in stack.attentions().values():
+            heads = attention.n_heads
+            shape = (heads, attention.head_width(self.model.d_model))
             if shape in made:
                 continue
             if weights and heads in first:  # a learned bias does not depend on the width of a head
                 made[shape] = first[heads]
                 continue
-            kind = Bias(heads=heads, d_head=shape[1], form=form, causal=block.attention.causal)
+            kind = Bias(heads=heads, d_head=shape[1], form=form, causal=attention.causal)
             number = f".{len(made)}" if made else ""
             made[shape] = first[heads] = self.op(
                 kind, to=f"{self.part}{number}", width=heads, rows="pair", weights=weights
@@ -502,7 +501,14 @@ class _Writer:
     # --- a block
 
     def block(
-        self, at: str, block: Block, stack: Stack, x: str, *, bias: str | None, read: str | None
+        self,
+        at: str,
+        block: Block,
+        stack: Stack,
+        x: str,
+        *,
+        biases: Mapping[tuple[int, int], str],
+        read: str | None,
     ) -> str:
         """Write a block: its parts and where the norms stand."""
 
@@ -510,9 +516,14 @@ class _Writer:
             self.part = f"{at}.{name}"
             return self.norm(block.norm, value, self.part, to=self.part)
 
-        def attend(value: str) -> str:
-            self.part = f"{at}.attn"
-            out = self.attention(self.part, block.attention, value, stack, bias=bias)
+        def mix(value: str) -> str:
+            self.part = f"{at}.{block.mixer.leaf}"
+            match block.mixer:
+                case Attention() as own:
+                    bias = biases.get((own.n_heads, own.head_width(self.model.d_model)))
+                    out = self.attention(self.part, own, value, stack, bias=bias)
+                case _ as unreachable:
+                    assert_never(unreachable)
             return self.drop(out, stack.dropout.residual)
 
         def cross(value: str) -> str:
@@ -542,34 +553,34 @@ class _Writer:
 
         match block.placement:
             case "pre":
-                x = add(x, attend(normed("attn_norm", x)), "resid_mid")
+                x = add(x, mix(normed("attn_norm", x)), "resid_mid")
                 if block.cross is not None:
                     x = add(x, cross(normed("cross_norm", x)), "resid_cross")
                 return add(x, feed(normed("ffn_norm", x)), "resid_post")
             case "post":
-                x = after("attn_norm", add(x, attend(x), "attn.sum", tap=False), "resid_mid")
+                x = after("attn_norm", add(x, mix(x), "attn.sum", tap=False), "resid_mid")
                 if block.cross is not None:
                     total = add(x, cross(x), "cross.sum", tap=False)
                     x = after("cross_norm", total, "resid_cross")
                 return after("ffn_norm", add(x, feed(x), "ffn.sum", tap=False), "resid_post")
             case "sandwich":
-                out = normed("attn_post_norm", attend(normed("attn_norm", x)))
+                out = normed("attn_post_norm", mix(normed("attn_norm", x)))
                 x = add(x, out, "resid_mid")
                 out = normed("ffn_post_norm", feed(normed("ffn_norm", x)))
                 return add(x, out, "resid_post")
             case "output":
-                x = add(x, normed("attn_norm", attend(x)), "resid_mid")
+                x = add(x, normed("attn_norm", mix(x)), "resid_mid")
                 return add(x, normed("ffn_norm", feed(x)), "resid_post")
             case "parallel":
                 one, two = normed("attn_norm", x), normed("ffn_norm", x)
             case "parallel_shared":
                 one = two = normed("attn_norm", x)
             case "pre_ffn":
-                x = add(x, attend(x), "resid_mid")
+                x = add(x, mix(x), "resid_mid")
                 return add(x, feed(normed("ffn_norm", x)), "resid_post")
             case _ as unreachable:
                 assert_never(unreachable)
-        x = add(x, attend(one), "resid_mid")
+        x = add(x, mix(one), "resid_mid")
         return add(x, feed(two), "resid_post")
 
     def norm(

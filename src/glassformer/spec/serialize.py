@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from glassformer.spec.checks import shorthands_of
 from glassformer.spec.errors import OTHER_WORDS, InputError, nearest, nearest_kind
 from glassformer.spec.own import Settings
 
@@ -26,11 +27,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def to_dict(node: Any) -> dict[str, Any]:
     """Return plain data for JSON. A node whose field allows several types carries its `kind`."""
-    hints = _hints(node.__class__)
-    return {
-        field.name: _write(getattr(node, field.name), hints[field.name])
-        for field in dataclasses.fields(node)
-    }
+    hints, data = _hints(node.__class__), {}
+    keys = {held: key for key, held in shorthands_of(type(node)).items()}
+    for field in dataclasses.fields(node):
+        value, hint = getattr(node, field.name), hints[field.name]
+        if (key := keys.get((field.name, type(value).__name__))) is not None:
+            data[key] = _write(value, type(value))
+        else:
+            data[field.name] = _write(value, hint)
+    return data
 
 
 def _write(value: Any, hint: Any) -> Any:
@@ -135,8 +140,18 @@ def _parse(text: str) -> Any:
         return text
 
 
+#: The keys of a block's mixer: of an attention, and of any other kind.
+ALIKE = {"mixer": "attention", "attention": "mixer"}
+
+
 def _assign(data: Any, keys: list[str], value: Any, path: str) -> None:
     key, rest = keys[0], keys[1:]
+    if isinstance(data, dict) and key not in data and ALIKE.get(key) in data:
+        if not rest:
+            del data[ALIKE[key]]
+            data[key] = value
+            return
+        key = ALIKE[key]
     if isinstance(data, list):
         if not key.isdigit():
             for item in data:
@@ -279,14 +294,19 @@ def _read_node(cls: Any, value: Any, path: str, problems: list[str]) -> Any:
         return _bad(problems, path, f"{value!r} is not a table of fields")
     hints, fields = _hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
+    shorthands = shorthands_of(cls)
     for key, item in value.items():
         below = f"{path}.{key}" if path else str(key)
-        if key not in fields:
-            _bad(problems, below, f"unknown key; {nearest(str(key), fields)}")
+        name, kind = shorthands.get(key, (key, ""))
+        if name not in fields:
+            _bad(problems, below, f"unknown key; {nearest(str(key), (*shorthands, *fields))}")
+        elif name in arguments:
+            arguments[name] = _bad(problems, below, f"{name} is given twice")
         else:
-            arguments[key] = _read(hints[key], item, below, problems)
+            kinds = {each.__name__: each for each in _spec_classes(hints[name])}
+            arguments[name] = _read(kinds.get(kind, hints[name]), item, below, problems)
     for name, field in fields.items():
-        if name not in value and field.default is dataclasses.MISSING:
+        if name not in arguments and field.default is dataclasses.MISSING:
             arguments[name] = _bad(problems, f"{path}.{name}" if path else name, "missing")
     if any(_is_bad(argument) for argument in arguments.values()):
         return _BAD

@@ -202,7 +202,7 @@ def read_bert(config: Config, *, masked: bool, offset: int = 0, types: int = 2) 
     activation = _activation(config, "hidden_act")
     norm = LayerNorm(eps=config.number("layer_norm_eps", default=1e-12))
     block = Block(
-        attention=Attention(n_heads=config.whole("num_attention_heads"), bias="all", causal=False),
+        mixer=Attention(n_heads=config.whole("num_attention_heads"), bias="all", causal=False),
         ffn=MLP(d_ff=config.whole("intermediate_size"), activation=activation),
         norm=norm,
         placement="post",
@@ -234,7 +234,7 @@ def read_distilbert(config: Config, *, masked: bool) -> ModelSpec:
     config.flag("sinusoidal_pos_embds", default=False)
     activation, norm = _activation(config, "activation"), LayerNorm(eps=1e-12)
     block = Block(
-        attention=Attention(n_heads=config.whole("n_heads"), bias="all", causal=False),
+        mixer=Attention(n_heads=config.whole("n_heads"), bias="all", causal=False),
         ffn=MLP(d_ff=config.whole("hidden_dim"), activation=activation),
         norm=norm,
         placement="post",
@@ -412,7 +412,7 @@ def read_modern(config: Config, *, masked: bool) -> ModelSpec:
     slides = replace(attention, window=window, position=None if local == whole else local)
     blocks = [
         Block(
-            attention=slides if kind == SLIDING else attention,
+            mixer=slides if kind == SLIDING else attention,
             ffn=SwiGLU(
                 d_ff=config.whole("intermediate_size"),
                 bias=config.flag("mlp_bias"),

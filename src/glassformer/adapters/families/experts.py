@@ -231,7 +231,7 @@ def read_olmoe(config: Config) -> ModelSpec:
     spec = read_stack(config, bias=bias, d_head=None, qk_norm=True, ffn=ffn)
     return each_block(
         spec,
-        lambda block, _: replace(block, attention=replace(block.attention, qk_norm_over="all")),
+        lambda block, _: replace(block, mixer=replace(block.attention, qk_norm_over="all")),
     )
 
 
@@ -423,7 +423,7 @@ def read_gpt_oss(config: Config) -> ModelSpec:
         theta=150_000.0,
     )
     return each_block(
-        spec, lambda block, _: replace(block, attention=replace(block.attention, sinks=True))
+        spec, lambda block, _: replace(block, mixer=replace(block.attention, sinks=True))
     )
 
 

@@ -89,7 +89,7 @@ def read_gpt2(config: Config) -> ModelSpec:
         "activation_function", {name: name for name in ACTIVATIONS}, default="gelu_new"
     )
     block = Block(
-        attention=Attention(n_heads=config.whole("n_head", "num_attention_heads"), bias="all"),
+        mixer=Attention(n_heads=config.whole("n_head", "num_attention_heads"), bias="all"),
         ffn=MLP(
             d_ff=4 * width if inner is None else config.whole("n_inner"),
             activation=ACTIVATIONS[word],
@@ -286,7 +286,7 @@ def _read(
     eps = config.number(keys["eps"], default=1e-5) if "eps" in keys else 1e-5
     norm = LayerNorm(eps=eps)
     block = Block(
-        attention=attention,
+        mixer=attention,
         ffn=MLP(
             d_ff=4 * width if inner is None else config.whole(keys["d_ff"]),
             activation=ACTIVATIONS[word],
@@ -310,7 +310,7 @@ def _read(
             layers=tuple(
                 Layers(
                     count=len(list(run)),
-                    block=replace(block, attention=replace(attention, window=window)),
+                    block=replace(block, mixer=replace(attention, window=window)),
                 )
                 for window, run in groupby(windows or (None,) * layers)
             ),

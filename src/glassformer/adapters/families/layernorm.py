@@ -170,7 +170,7 @@ def read_bigcode(config: Config) -> ModelSpec:
         optional_whole(config, "num_key_value_heads")
     return each_block(
         read_gpt2(config),
-        lambda block, _: replace(block, attention=replace(block.attention, n_kv_heads=kv_heads)),
+        lambda block, _: replace(block, mixer=replace(block.attention, n_kv_heads=kv_heads)),
     )
 
 
@@ -382,7 +382,7 @@ def read_cohere2(config: Config) -> ModelSpec:
 
     def change(block: Block, _: int) -> Block:
         own = NoPosition() if block.attention.window is None else None
-        return replace(block, attention=replace(block.attention, position=own))
+        return replace(block, mixer=replace(block.attention, position=own))
 
     return each_block(spec, change)
 
@@ -506,7 +506,7 @@ def read_bloom(config: Config) -> ModelSpec:
     norm = LayerNorm(eps=config.number("layer_norm_epsilon", default=1e-5))
     attention = Attention(n_heads=config.whole("n_head", "num_attention_heads"), bias="all")
     ffn = MLP(d_ff=4 * width, activation="gelu_tanh")
-    block = Block(attention=attention, ffn=ffn, norm=norm)
+    block = Block(mixer=attention, ffn=ffn, norm=norm)
     count = config.whole("n_layer", "num_hidden_layers", most=MOST_LAYERS)
     rate = config.number("hidden_dropout", default=0.0)
     return ModelSpec(
@@ -598,7 +598,7 @@ def read_mpt(config: Config) -> ModelSpec:
     if ratio != 4:
         raise config.bad("expansion_ratio", ratio, "4, which transformers builds whatever it is")
     block = Block(
-        attention=Attention(n_heads=config.whole("n_heads")),
+        mixer=Attention(n_heads=config.whole("n_heads")),
         ffn=MLP(d_ff=4 * width, bias=False),
         norm=norm,
     )

@@ -386,7 +386,7 @@ def read_stack(
         ffn = SwiGLU(
             d_ff=config.whole("intermediate_size"), bias=mlp_bias, activation=read_gate(config)
         )
-    block = Block(attention=attention, ffn=ffn, norm=norm)
+    block = Block(mixer=attention, ffn=ffn, norm=norm)
     max_seq_len = config.whole("max_position_embeddings", most=MOST_POSITIONS)
     if rotary is None:
         rotary = read_rotary(config, max_seq_len=max_seq_len, theta=theta, share=share)
@@ -425,7 +425,7 @@ def windowed(block: Block, windows: Sequence[int | None]) -> tuple[Layers, ...]:
     return tuple(
         Layers(
             count=len(list(run)),
-            block=replace(block, attention=replace(block.attention, window=window)),
+            block=replace(block, mixer=replace(block.attention, window=window)),
         )
         for window, run in groupby(windows)
     )

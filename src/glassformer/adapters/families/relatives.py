@@ -125,7 +125,7 @@ def read_hunyuan(config: Config) -> ModelSpec:
     )
     return each_block(
         spec,
-        lambda block, _: replace(block, attention=replace(block.attention, qk_norm_last=True)),
+        lambda block, _: replace(block, mixer=replace(block.attention, qk_norm_last=True)),
     )
 
 
@@ -177,7 +177,7 @@ def read_smollm3(config: Config) -> ModelSpec:
 
     def change(block: Block, layer: int) -> Block:
         position = None if marks[layer] else NoPosition()
-        return replace(block, attention=replace(block.attention, position=position))
+        return replace(block, mixer=replace(block.attention, position=position))
 
     return each_block(spec, change)
 
@@ -216,7 +216,7 @@ def with_multipliers(spec: ModelSpec, config: Config) -> ModelSpec:
     spec = each_block(
         spec,
         lambda block, _: replace(
-            block, residual_scale=residual, attention=replace(block.attention, scale=scale)
+            block, residual_scale=residual, mixer=replace(block.attention, scale=scale)
         ),
     )
     return replace(
@@ -312,7 +312,7 @@ OLMO2_TABLE = Table(
 def _olmo(spec: ModelSpec) -> ModelSpec:
     def change(block: Block, _: int) -> Block:
         attention = replace(block.attention, qk_norm_over="all")
-        return replace(block, attention=attention, placement="output")
+        return replace(block, mixer=attention, placement="output")
 
     return each_block(spec, change)
 
@@ -371,7 +371,7 @@ def read_exaone4(config: Config) -> ModelSpec:
     def change(block: Block, _: int) -> Block:
         whole = window is not None and block.attention.window is None
         attention = replace(block.attention, position=NoPosition() if whole else None)
-        return replace(block, attention=attention, placement="output")
+        return replace(block, mixer=attention, placement="output")
 
     return each_block(spec, change)
 
@@ -393,7 +393,7 @@ def with_local(spec: ModelSpec, local: Rotary) -> ModelSpec:
 
     def change(block: Block, _: int) -> Block:
         own = local if block.attention.window is not None and local != spec.position else None
-        return replace(block, attention=replace(block.attention, position=own))
+        return replace(block, mixer=replace(block.attention, position=own))
 
     return each_block(spec, change)
 
@@ -476,7 +476,7 @@ def _capped(spec: ModelSpec, config: Config) -> ModelSpec:
 
     def change(block: Block, _: int) -> Block:
         attention = replace(block.attention, scale=scale, softcap=caps[0])
-        return replace(block, attention=attention, placement="sandwich")
+        return replace(block, mixer=attention, placement="sandwich")
 
     return replace(each_block(spec, change), heads=(replace(head_of(spec), softcap=caps[1]),))
 

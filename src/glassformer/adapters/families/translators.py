@@ -153,7 +153,7 @@ def _read_side(config: Config, side: str, kind: Kind) -> Stack:
         n_heads=config.whole(f"{side}_attention_heads"), bias="all", causal=decoder
     )
     block = Block(
-        attention=attention,
+        mixer=attention,
         cross=replace(attention, causal=False) if decoder else None,
         ffn=MLP(d_ff=config.whole(f"{side}_ffn_dim"), activation=WORDS[word]),
         norm=norm,
@@ -356,7 +356,7 @@ def _t5_side(config: Config, word: str, decoder: bool, count: int) -> Stack:
     if gated:
         ffn = SwiGLU(d_ff=d_ff, activation=cast(GateActivation, activation))
     block = Block(
-        attention=attention,
+        mixer=attention,
         cross=replace(attention, causal=False) if decoder else None,
         ffn=ffn,
         norm=norm,

@@ -187,8 +187,8 @@ def disagreements(
 
 def _tiny_model(vocab: int, crossed: bool, *, seed: int, sharpness: float) -> Model:
     blind = Attention(n_heads=2, causal=False)
-    block = Block(attention=Attention(n_heads=2), ffn=MLP(d_ff=11), norm=LayerNorm())
-    encoder = Stack(layers=(Layers(count=1, block=replace(block, attention=blind)),))
+    block = Block(mixer=Attention(n_heads=2), ffn=MLP(d_ff=11), norm=LayerNorm())
+    encoder = Stack(layers=(Layers(count=1, block=replace(block, mixer=blind)),))
     block = replace(block, cross=blind if crossed else None)
     model = build(
         ModelSpec(

@@ -109,7 +109,7 @@ def _encoder_layer(
     valid[0, 4:] = False
     mask = build_mask(T, T, causal=False, valid_q_BT=valid, valid_k_BS=valid)
     block = spec.Block(
-        attention=spec.Attention(n_heads=N, bias="all", causal=False),
+        mixer=spec.Attention(n_heads=N, bias="all", causal=False),
         ffn=spec.MLP(d_ff=d_ff, activation=activation),
         norm=spec.LayerNorm(),
         placement=placement,
@@ -142,7 +142,7 @@ def _decoder_layer(
     memory_mask = build_mask(T, S, causal=False, valid_k_BS=valid)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     block = spec.Block(
-        attention=spec.Attention(n_heads=N, bias="all"),
+        mixer=spec.Attention(n_heads=N, bias="all"),
         cross=spec.Attention(n_heads=N, bias="all", causal=False),
         ffn=spec.MLP(d_ff=d_ff, activation=activation),
         norm=spec.LayerNorm(),

@@ -88,7 +88,7 @@ def examinee_of(
             f"{name} does not continue a text, so SmallBench has no questions for it",
             hint="glass evaluate RUN measures a model on its own task",
         )
-    if any(not block.attention.causal for block in model.spec.decoder.blocks()):
+    if any(not block.mixer.causal for block in model.spec.decoder.blocks()):
         raise InputError(f"{name} looks ahead, so it would see the answers", hint="a causal model")
 
     @torch.no_grad()
