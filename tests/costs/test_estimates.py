@@ -192,9 +192,9 @@ def test_training_memory_is_weights_state_and_activations(params, vocab, length)
 
 @catches(
     "Adam with one moment",
-    "costs.estimates:optimizer_bytes",
+    "spec.train:AdamW.state_size",
     Binary("+"),
-    to="p.size + 1",
+    to="parameter.size + 1",
     case="optimizer2",
 )
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.9), AdamW(), Muon()])

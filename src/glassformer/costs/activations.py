@@ -8,6 +8,7 @@ estimate with saved-tensor hooks (`bench.footprint`).
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
 from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError
@@ -16,6 +17,8 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.position import RelativeBias
 from glassformer.spec.program import (
     Activate,
+    Add,
+    AddRows,
     Adjust,
     Attend,
     Bias,
@@ -163,8 +166,10 @@ class _Body:
             case Drop():
                 assert written is not None
                 yield FLOAT * self.numbers(written)  # the mask
-            case _:
+            case AddRows() | Add() | Adjust() | ReadOut():
                 pass  # sums, and what stands in the heads
+            case _ as unreachable:
+                assert_never(unreachable)
 
     def norm(self, norm: Norm, numbers: int) -> Iterator[int]:
         """LayerNorm's two statistics, or RMSNorm's one and its normalised input."""

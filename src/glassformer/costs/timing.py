@@ -7,6 +7,7 @@ optimizer, and a fixed cost per operation. `lab.measure.machine_rates` measures 
 import itertools
 import math
 from collections import Counter
+from typing import assert_never
 
 from glassformer.costs.estimates import flops
 from glassformer.spec.checks import at_least, spec
@@ -16,7 +17,11 @@ from glassformer.spec.model import ModelSpec
 from glassformer.spec.program import (
     Activate,
     Add,
+    AddRows,
+    Adjust,
     Attend,
+    Bias,
+    Drop,
     Embed,
     Gate,
     Gather,
@@ -24,6 +29,8 @@ from glassformer.spec.program import (
     Norm,
     Op,
     Program,
+    ReadOut,
+    Remember,
     Rotate,
     Route,
     Scatter,
@@ -209,8 +216,10 @@ class _Work:
             case Scatter():
                 for cost in (GATHER, GATE):
                     self.spend(cost, self.rows["chosen"] * value.width)
-            case _:
+            case AddRows() | Bias() | Remember() | Adjust() | Drop() | ReadOut():
                 pass  # what is looked up once, or stays in its place
+            case _ as unreachable:
+                assert_never(unreachable)
 
 
 @spec

@@ -7,7 +7,7 @@ and its result is erased afterwards.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import assert_never, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -193,19 +193,17 @@ class Masks:
 
     def of(self, mixer: spec.Mixer, d_model: int) -> Mask:
         """Return the mask of this kind of mixer."""
-        match mixer:
-            case spec.Attention(window=window):
-                heads = heads_key(mixer.n_heads, mixer.head_width(d_model)) if self.alibi else ""
-            case _ as unreachable:
-                assert_never(unreachable)
-        kind = (mixer.causal, window, heads)
+        heads = ""
+        if self.alibi and isinstance(mixer, spec.Attention):
+            heads = heads_key(mixer.n_heads, mixer.head_width(d_model))
+        kind = (mixer.causal, mixer.window, heads)
         if kind not in self.made:
             valid_BS = self.valid_BS
             mask = build_mask(
                 self.queries,
                 self.keys,
                 causal=mixer.causal,
-                window=window,
+                window=mixer.window,
                 valid_q_BT=None if valid_BS is None else valid_BS[:, -self.queries :],
                 valid_k_BS=valid_BS,
                 segments_q_BT=self.segments_BT,

@@ -81,8 +81,17 @@ class Attention:
     sinks: bool = False
     position: Rotary | NoPosition | None = None
 
-    #: Its name in a block.
+    #: Its name in a block, and its taps with their shapes in the order of the computation.
     leaf: ClassVar[str] = "attn"
+    taps: ClassVar[Mapping[str, str]] = {
+        "q": "BNTH",
+        "k": "BKSH",
+        "v": "BKSH",
+        "scores": "BNTS",
+        "weights": "BNTS",
+        "heads": "BNTH",
+        "out": "BTD",
+    }
 
     def __post_init__(self) -> None:
         size("n_heads", self.n_heads)
@@ -114,7 +123,8 @@ class Attention:
         return d_model // self.n_heads if self.d_head is None else self.d_head
 
 
-#: What a block does between positions. Each knows its name in a block, and whether it is causal.
+#: What a block does between positions. Each knows its name in a block and its taps, whether it is
+#: `causal`, its `window`, and the `position` of its own, where None is the model's.
 Mixer: TypeAlias = Attention
 
 

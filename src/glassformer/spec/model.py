@@ -118,12 +118,8 @@ __all__ = [
 
 
 def position_of(mixer: Mixer, position: Position) -> Position:
-    """Return how a mixer knows positions: an attention by its own way, or else the model's."""
-    match mixer:
-        case Attention(position=own):
-            return position if own is None else own
-        case _ as unreachable:
-            assert_never(unreachable)
+    """Return how a mixer knows positions: by its own way, or else the model's."""
+    return position if mixer.position is None else mixer.position
 
 
 def rotary_of(mixer: Mixer, position: Position) -> Rotary | None:
@@ -173,7 +169,9 @@ class ModelSpec:
             )
         for stack in self.stacks().values():
             for run in stack.layers:
-                self._check_block(run.block)
+                self._check_cross(run.block.cross)
+            for attention in stack.attentions().values():
+                self._check_attention(attention)
             if isinstance(self.position, RelativeBias):
                 kinds = {(each.n_heads, each.causal) for each in stack.attentions().values()}
                 if len(kinds) > 1:
@@ -229,14 +227,9 @@ class ModelSpec:
                 hint="leave source_vocab_size out",
             )
 
-    def _check_block(self, block: Block) -> None:
-        if block.cross is not None and block.cross.d_head is None:
-            divides("d_model", self.d_model, "n_heads", block.cross.n_heads)
-        match block.mixer:
-            case Attention() as attention:
-                self._check_attention(attention)
-            case _ as unreachable:
-                assert_never(unreachable)
+    def _check_cross(self, cross: Attention | None) -> None:
+        if cross is not None and cross.d_head is None:
+            divides("d_model", self.d_model, "n_heads", cross.n_heads)
 
     def _check_attention(self, attention: Attention) -> None:
         if attention.d_head is None:
@@ -338,27 +331,9 @@ class ModelSpec:
 # --- taps -----------------------------------------------------------------------------------------
 
 
-ATTENTION_TAPS = {
-    "q": "BNTH",
-    "k": "BKSH",
-    "v": "BKSH",
-    "scores": "BNTS",
-    "weights": "BNTS",
-    "heads": "BNTH",
-    "out": "BTD",
-}
 FFN_TAPS = {"hidden": "BTF", "out": "BTD"}
 #: The router's logits; the weight of each expert, 0 where it was not chosen; the weighted sum.
 MOE_TAPS = {"router": "BTE", "routing": "BTE", "out": "BTD"}
-
-
-def mixer_taps(mixer: Mixer) -> dict[str, str]:
-    """Return the taps of a mixer, in the order of the computation."""
-    match mixer:
-        case Attention():
-            return ATTENTION_TAPS
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 def ffn_taps(ffn: FeedForward) -> dict[str, str]:
@@ -386,11 +361,11 @@ def _taps(model: ModelSpec) -> Iterator[tuple[str, str]]:
         for layer, block in enumerate(stack.blocks()):
             at = f"{prefix}blocks.{layer}"
             yield f"{at}.resid_pre", "BTD"
-            for leaf, shape in mixer_taps(block.mixer).items():
+            for leaf, shape in block.mixer.taps.items():
                 yield f"{at}.{block.mixer.leaf}.{leaf}", shape
             yield f"{at}.resid_mid", "BTD"
             if block.cross is not None:
-                for leaf, shape in ATTENTION_TAPS.items():
+                for leaf, shape in block.cross.taps.items():
                     yield f"{at}.cross.{leaf}", shape
                 yield f"{at}.resid_cross", "BTD"
             for leaf, shape in ffn_taps(block.ffn).items():
