@@ -6,7 +6,7 @@ import pytest
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.lab.finetune import Chat, Plain, Prompted, Speech, examples_of
 from glassformer.spec.errors import InputError
-from tests.planting import Fault, If, mutate, planted
+from tests.planting import If, catches
 
 
 def said(*turns: str) -> tuple[dict[str, str], ...]:
@@ -57,15 +57,12 @@ def read(records, speech=SPEECH, **options):
     ]
 
 
-def answers_are_learned_up_to_their_end() -> None:
+@catches("loss on prompts", "lab.finetune:_tokens", If("learned"), to="True")
+def test_answers_are_learned_up_to_their_end() -> None:
     record = Chat(where="line 1", messages=said("hi", "hello", "bye", "goodbye"))
     ((whole, learned),) = read([record])
     assert whole == "<user|hi>\n<assistant|hello>\n<user|bye>\n<assistant|goodbye>\n"
     assert learned == "_" * 21 + "hello>" + "_" * 23 + "goodbye>" + "_"
-
-
-def test_answers_are_learned_up_to_their_end():
-    answers_are_learned_up_to_their_end()
 
 
 def test_a_turn_without_an_end_is_learned_whole():
@@ -74,17 +71,13 @@ def test_a_turn_without_an_end_is_learned_whole():
     assert learned.endswith("_hello>\n")
 
 
-def a_past_that_is_written_anew_makes_another_example() -> None:
+def test_a_past_that_is_written_anew_makes_another_example() -> None:
     record = Chat(where="line 1", messages=said("a", "{think}b", "c", "{more}d"))
     first, second = read([record], Speech(tokenizer=Bytes(), ends=(ord(">"),), render=forgetful))
     assert first[0] == "<user|a>\n<assistant|{think}b>\n"
     assert first[1].strip("_") == "{think}b>"
     assert second[0] == "<user|a>\n<assistant|b>\n<user|c>\n<assistant|{more}d>\n"
     assert second[1].strip("_") == "{more}d>"
-
-
-def test_a_past_that_is_written_anew_makes_another_example():
-    a_past_that_is_written_anew_makes_another_example()
 
 
 def test_everything_is_learned_where_that_is_asked_for():
@@ -130,17 +123,3 @@ def test_what_cannot_be_told_apart_is_refused_by_line(render, words):
     with pytest.raises(InputError, match=words) as caught:
         read([record], Speech(tokenizer=Bytes(), render=render))
     assert caught.value.where == "line 7"
-
-
-CHECKS = {
-    "answers": answers_are_learned_up_to_their_end,
-    "anew": a_past_that_is_written_anew_makes_another_example,
-}
-TOKENS, PIECES = "lab.finetune:_tokens", "lab.finetune:conversations"
-FAULTS = (Fault("loss on prompts", mutate(TOKENS, If("learned"), to="True"), "answers"),)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault):
-    with planted(fault), pytest.raises((AssertionError, ValueError)):
-        CHECKS[fault.caught_by]()

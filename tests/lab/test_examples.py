@@ -25,7 +25,7 @@ from glassformer.spec.train import TrainSpec
 from glassformer.training.engine import loss_weights
 from glassformer.training.losses import head_loss
 from glassformer.training.torch_engine import TorchEngine
-from tests.planting import Fault, Name, Subscript, mutate, planted
+from tests.planting import Name, Subscript, catches
 from tests.tiny import built
 
 QWEN = presets.qwen(
@@ -63,7 +63,15 @@ def everything(task: Examples, split: str):
 # --- what is learned ------------------------------------------------------------------------------
 
 
-def every_answer_is_learned_once_and_nothing_else(*, packing: bool) -> None:
+@catches(
+    "mask one too early",
+    "lab.finetune:_rows",
+    Subscript("learned_N"),
+    to="{value}[:-1]",
+    case="True",
+)
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_answer_is_learned_once_and_nothing_else(packing: bool) -> None:
     """Whatever the rows look like: the counted targets are the answers, each after its own past."""
     task = made(packing=packing)
     learned, contexts = [], []
@@ -86,11 +94,6 @@ def every_answer_is_learned_once_and_nothing_else(*, packing: bool) -> None:
         for e in GIVEN
     )
     assert sorted(zip(contexts, learned, strict=True)) == want
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_every_answer_is_learned_once_and_nothing_else(packing):
-    every_answer_is_learned_once_and_nothing_else(packing=packing)
 
 
 def test_padding_counts_for_nothing():
@@ -125,7 +128,10 @@ def test_rows_are_fewer_when_packed():
     assert whole.facts()["learned_tokens"] == apart.facts()["learned_tokens"]
 
 
-def packed_is_separate(spec=QWEN, dtype=torch.float64) -> None:
+@catches("segments not in the mask", "nn.mask:build_mask", Name("same"), drop=True, case="rotary")
+@pytest.mark.parametrize("dtype", SEPARATE, ids=str)
+@pytest.mark.parametrize("spec", [QWEN, LEARNED], ids=["rotary, window", "learned positions"])
+def test_packed_is_separate(spec, dtype) -> None:
     """Sums of the losses and of every gradient: several examples in a row, or each alone."""
     engine = TorchEngine(built(spec).to(dtype), TrainSpec())
     found = []
@@ -148,12 +154,6 @@ def packed_is_separate(spec=QWEN, dtype=torch.float64) -> None:
     assert abs(ours - theirs) <= SEPARATE[dtype] * max(1.0, abs(theirs))
     largest = float(their_grads.abs().max())
     assert float((our_grads - their_grads).abs().max()) / largest <= 10 * SEPARATE[dtype]
-
-
-@pytest.mark.parametrize("dtype", SEPARATE, ids=str)
-@pytest.mark.parametrize("spec", [QWEN, LEARNED], ids=["rotary, window", "learned positions"])
-def test_packed_is_separate(spec, dtype):
-    packed_is_separate(spec, dtype)
 
 
 def test_other_examples_of_a_row_can_be_changed_without_a_trace():
@@ -319,24 +319,3 @@ def test_a_file_without_examples_or_none_at_all(tmp_path):
 def test_the_spec_is_checked(fields):
     with pytest.raises(InputError):
         FinetuneTask(**{"path": "a", **fields})
-
-
-# --- tests are tested -----------------------------------------------------------------------------
-
-BATCH, ROWS = "lab.finetune:Examples.batch", "lab.finetune:_rows"
-ANSWERS, LEAKS = "answers", "packed"
-FAULTS = (
-    Fault("mask one too early", mutate(ROWS, Subscript("learned_N"), to="{value}[:-1]"), ANSWERS),
-    Fault("segments not in the mask", mutate("nn.mask:build_mask", Name("same"), drop=True), LEAKS),
-)
-CHECKS = {
-    ANSWERS: lambda: every_answer_is_learned_once_and_nothing_else(packing=True),
-    LEAKS: packed_is_separate,
-    "packed, learned positions": lambda: packed_is_separate(LEARNED),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault):
-    with planted(fault), pytest.raises((AssertionError, InputError)):
-        CHECKS[fault.caught_by]()

@@ -43,7 +43,7 @@ from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
 from tests.adapters.folders import write_model
 from tests.lab.runs import metrics, resumed, rewritten, trained
-from tests.planting import Fault, If, mutate, planted
+from tests.planting import If, catches
 from tests.tiny import token_ids
 
 SHORT = ("task.length=90", "train.schedule.warmup=5", "train.keep=1000")
@@ -258,23 +258,20 @@ def test_a_killed_run_ends_with_the_same_bits(both, tmp_path):
     assert metrics(folder) == metrics(tmp_path / "whole")
 
 
-def another_base_is_refused(folder: Path) -> None:
+@catches("another base is used", "adapters.folder.lora:check_base", If(), to="False")
+def test_another_base_is_refused(tmp_path: Path) -> None:
     """One number of the base changed: neither going on nor loading is possible."""
-    written(folder)
-    trained(spec_in(folder, "train.steps=2", *LORA), folder / "run")
-    whole = (folder / "qwen" / "model.safetensors").read_bytes()
-    (folder / "qwen" / "model.safetensors").write_bytes(whole[:-4] + b"\x00\x00\x80\x3f")
+    written(tmp_path)
+    trained(spec_in(tmp_path, "train.steps=2", *LORA), tmp_path / "run")
+    whole = (tmp_path / "qwen" / "model.safetensors").read_bytes()
+    (tmp_path / "qwen" / "model.safetensors").write_bytes(whole[:-4] + b"\x00\x00\x80\x3f")
     with pytest.raises(InputError, match="not the one that was fine-tuned"):
-        resumed(folder / "run")
+        resumed(tmp_path / "run")
     with pytest.raises(InputError, match="not the one that was fine-tuned"):
-        gf.load(folder / "run")
-    shutil.rmtree(folder / "qwen")
+        gf.load(tmp_path / "run")
+    shutil.rmtree(tmp_path / "qwen")
     with pytest.raises(InputError, match="no folder"):
-        gf.load(folder / "run")
-
-
-def test_another_base_is_refused(tmp_path):
-    another_base_is_refused(tmp_path)
+        gf.load(tmp_path / "run")
 
 
 def test_other_data_or_another_correction_is_refused(both, tmp_path):
@@ -536,19 +533,6 @@ def test_logits_are_made_in_pieces_that_fit(tmp_path, monkeypatch):
     pieces = module.evaluate(parts.engine, parts.task, split="train")
     assert set(sizes) == {1}
     assert pieces.loss == pytest.approx(whole.loss, rel=1e-6)
-
-
-# --- tests are tested -----------------------------------------------------------------------------
-
-FAULTS = (
-    Fault("another base is used", mutate("adapters.folder.lora:check_base", If(), to="False"), ""),
-)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault, tmp_path):
-    with planted(fault), pytest.raises(pytest.fail.Exception):
-        another_base_is_refused(tmp_path)
 
 
 def test_a_planned_run_opens_its_base_and_reads_its_data_once(tmp_path, monkeypatch):

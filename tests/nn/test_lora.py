@@ -26,7 +26,7 @@ from glassformer.spec.model import NextHead
 from glassformer.spec.serialize import from_dict, to_dict
 from glassformer.spec.train import LoRA, Tuning, lora_manifest, lora_targets
 from tests.compare import assert_matches
-from tests.planting import Call, Constant, Fault, mutate, planted
+from tests.planting import Call, Constant, catches
 from tests.tiny import built, filled, noise, tiny, token_ids
 
 QWEN = presets.qwen(
@@ -71,7 +71,8 @@ class Reference(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_out, dtype=torch.float64))
 
 
-def a_corrected_layer_is_its_formula() -> None:
+@catches("alpha / rank dropped", "nn.lora:LoRALinear.forward", Call("corrected"), arg=5, to="1.0")
+def test_a_corrected_layer_is_its_formula() -> None:
     layer = filled(Linear(11, 7, bias=True))
     ours = filled(LoRALinear(layer, LoRA(rank=3, alpha=5.0)), seed=4)
     theirs = Reference(11, 7, 3)
@@ -88,11 +89,7 @@ def a_corrected_layer_is_its_formula() -> None:
     )
 
 
-def test_a_corrected_layer_is_its_formula():
-    a_corrected_layer_is_its_formula()
-
-
-def dropout_acts_on_what_a_reads_and_only_in_training() -> None:
+def test_dropout_acts_on_what_a_reads_and_only_in_training() -> None:
     layer = LoRALinear(filled(Linear(11, 7, bias=False)), LoRA(rank=3, dropout=0.5))
     filled(layer, seed=4)
     x = noise(2, 5, 11)
@@ -105,10 +102,6 @@ def dropout_acts_on_what_a_reads_and_only_in_training() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert torch.equal(layer.eval()(x), layer(x))
     assert not torch.equal(layer(x), got)
-
-
-def test_dropout_acts_on_what_a_reads_and_only_in_training():
-    dropout_acts_on_what_a_reads_and_only_in_training()
 
 
 # --- on a model -----------------------------------------------------------------------------------
@@ -134,7 +127,8 @@ def test_a_fresh_correction_changes_nothing_and_is_drawn_from_the_generator(spec
     assert abs(float(spread.std()) - 1 / math.sqrt(3)) < 0.05
 
 
-def only_the_factors_train() -> None:
+@catches("base not frozen", "nn.lora:apply_lora", Constant(False), drop=True)
+def test_only_the_factors_train() -> None:
     model = corrected()
     frozen = {
         name: p.detach().clone() for name, p in model.named_parameters() if "lora" not in name
@@ -149,10 +143,6 @@ def only_the_factors_train() -> None:
         if name in frozen:
             assert p.grad is None
             assert torch.equal(p, frozen[name]), name
-
-
-def test_only_the_factors_train():
-    only_the_factors_train()
 
 
 @pytest.mark.parametrize("spec", [QWEN, tiny(), tiny(encoder=True)], ids=["qwen", "own", "seq2seq"])
@@ -170,7 +160,9 @@ def test_the_models_factors_are_the_manifests(spec):
 # --- merging --------------------------------------------------------------------------------------
 
 
-def merged_is_unmerged(spec=QWEN, dtype=torch.float64) -> None:
+@pytest.mark.parametrize("dtype", MERGED, ids=str)
+@pytest.mark.parametrize("spec", [QWEN, tiny(), tiny(encoder=True)], ids=["qwen", "own", "seq2seq"])
+def test_merged_is_unmerged(spec, dtype) -> None:
     targets = EVERY if spec.encoder else ("attention", "ffn")
     model = corrected(spec, LoRA(rank=3, alpha=5.0, targets=targets)).to(dtype)
     want = model(inputs(spec))["next"].detach()
@@ -186,12 +178,6 @@ def merged_is_unmerged(spec=QWEN, dtype=torch.float64) -> None:
     assert torch.equal(model(inputs(spec))["next"], want)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), name
-
-
-@pytest.mark.parametrize("dtype", MERGED, ids=str)
-@pytest.mark.parametrize("spec", [QWEN, tiny(), tiny(encoder=True)], ids=["qwen", "own", "seq2seq"])
-def test_merged_is_unmerged(spec, dtype):
-    merged_is_unmerged(spec, dtype)
 
 
 @torch.no_grad()
@@ -285,28 +271,6 @@ def test_on_no_device_nothing_is_drawn():
     model = build(QWEN, device="meta")
     layers = apply_lora(model, LoRA(rank=2))
     assert all(layer.lora_A.weight.is_meta for layer in layers.values())
-
-
-# --- tests are tested -----------------------------------------------------------------------------
-
-FORWARD, MERGE = "nn.lora:LoRALinear.forward", "nn.lora:LoRALinear.merged"
-FAULTS = (
-    Fault("alpha / rank dropped", mutate(FORWARD, Call("corrected"), arg=5, to="1.0"), "formula"),
-    Fault("base not frozen", mutate("nn.lora:apply_lora", Constant(False), drop=True), "frozen"),
-)
-CHECKS = {
-    "formula": a_corrected_layer_is_its_formula,
-    "dropout": dropout_acts_on_what_a_reads_and_only_in_training,
-    "merged": merged_is_unmerged,
-    "merged, biased": lambda: merged_is_unmerged(tiny()),
-    "frozen": only_the_factors_train,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault):
-    with planted(fault), pytest.raises((AssertionError, RuntimeError)):
-        CHECKS[fault.caught_by]()
 
 
 @pytest.mark.parametrize("bias", [False, True])

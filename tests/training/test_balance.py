@@ -1,8 +1,6 @@
 """The load-balancing loss on its own path: beside the loss, weighed by tokens, in both engines."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import torch
 from glassformer.data.build_task import build_task
 from glassformer.nn.experts import BalanceLosses
 from glassformer.training.fit import fit
-from tests.planting import Binary, Fault, mutate, planted
+from tests.planting import Binary, catches
 from tests.training.samples import ENGINES, engine_of, gradients, reverse, worst_relative
 
 EXPERTS = (
@@ -45,7 +43,15 @@ def tokens_of(batch, layer: str) -> int:
     return int((batch.source.valid if layer.startswith("encoder.") else batch.valid).sum())
 
 
-def balance_is_weighed_by_tokens(kind: str) -> None:
+@catches(
+    "every batch counts alike",
+    "training.engine:balance_shares",
+    Binary("/"),
+    to="1 / len(batches)",
+    case="numpy",
+)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_balance_is_weighed_by_tokens(kind: str) -> None:
     """Each batch's own losses, layer by layer, each by its share of that side's tokens."""
     run = routed()
     batches = three_uneven(run)
@@ -66,7 +72,7 @@ def balance_is_weighed_by_tokens(kind: str) -> None:
     assert found.objective == found.loss + found.balance_term
 
 
-def engines_agree() -> None:
+def test_engines_agree() -> None:
     run = routed()
     batches = three_uneven(run)
     engines = [engine_of(run, kind) for kind in ENGINES]
@@ -76,7 +82,8 @@ def engines_agree() -> None:
     assert worst_relative(*map(gradients, engines)) <= 1e-10
 
 
-def loss_is_without_it(kind: str) -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_loss_is_without_it(kind: str) -> None:
     """The same model with another coefficient: another objective, the same loss and balance."""
     results = []
     for balance in (0.0, 0.7):
@@ -88,36 +95,6 @@ def loss_is_without_it(kind: str) -> None:
     assert without.balance == with_it.balance
     assert with_it.objective - with_it.loss == pytest.approx(0.7 * with_it.balance)
     assert without.grad_norm != with_it.grad_norm
-
-
-CHECKS: dict[str, Callable[[], None]] = {
-    **{f"weighed, {kind}": partial(balance_is_weighed_by_tokens, kind) for kind in ENGINES},
-    **{f"apart, {kind}": partial(loss_is_without_it, kind) for kind in ENGINES},
-    "engines": engines_agree,
-}
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_balance(name):
-    CHECKS[name]()
-
-
-FAULTS = [
-    Fault(
-        "every batch counts alike",
-        mutate("training.engine:balance_shares", Binary("/"), to="1 / len(batches)"),
-        "weighed, numpy",
-    ),
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_a_planted_fault_is_caught(fault):
-    check = CHECKS[fault.caught_by]
-    check()
-    with planted(fault), pytest.raises(AssertionError):
-        check()
-    check()
 
 
 def test_a_record_has_it_and_one_of_a_model_without_experts_has_none():

@@ -14,7 +14,7 @@ from glassformer.spec.train import LoRA, TrainSpec
 from glassformer.training.fit import fit
 from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
-from tests.planting import Call, Fault, mutate, planted
+from tests.planting import Call, catches
 from tests.tiny import token_ids
 from tests.training.samples import RUNS, gradients
 
@@ -58,6 +58,13 @@ def test_the_bits_are_the_same(name):
     the_bits_are_the_same(name)
 
 
+@catches(
+    "dropout drawn anew",
+    "models.stack:run_stack",
+    Call("partial"),
+    to="{func}({args[0]}, {args[1]}, use_reentrant=False, preserve_rng_state=False)",
+    case="machine",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_bits_are_the_same_with_dropout(name):
     the_bits_are_the_same(name, *DROPOUT[name])
@@ -99,12 +106,8 @@ def kept_bytes(*, recompute: bool) -> int:
     return sum(kept.values()) + inputs
 
 
-def less_is_kept() -> None:
+def test_less_is_kept() -> None:
     assert kept_bytes(recompute=True) * 8 < kept_bytes(recompute=False)  # 10.5 times less was seen
-
-
-def test_less_is_kept():
-    less_is_kept()
 
 
 # --- who may --------------------------------------------------------------------------------------
@@ -125,23 +128,7 @@ def test_evaluation_is_untouched():
     assert (engine.logits(batch)["answer"] == plain.logits(batch)["answer"]).all()
 
 
-# --- tests are tested -----------------------------------------------------------------------------
-
-WHERE = "models.stack:run_stack"
-FAULTS = (
-    Fault(
-        "dropout drawn anew",
-        mutate(
-            WHERE,
-            Call("partial"),
-            to="{func}({args[0]}, {args[1]}, use_reentrant=False, preserve_rng_state=False)",
-        ),
-        "bits",
-    ),
-)
-
-
-def the_engine_recomputes() -> None:
+def test_the_engine_recomputes() -> None:
     run = RUNS["digits"](ON)
     engine = TorchEngine.fresh(run.model, run.train)
     passes = []
@@ -149,20 +136,3 @@ def the_engine_recomputes() -> None:
     batch = build_task(run.task).batch("train", np.arange(4))
     engine.step([batch], lr=1e-3, seed=0)
     assert len(passes) == 2
-
-
-def test_the_engine_recomputes():
-    the_engine_recomputes()
-
-
-CHECKS = {
-    "bits": lambda: the_bits_are_the_same("machine", *DROPOUT["machine"]),
-    "memory": less_is_kept,
-    "engine": the_engine_recomputes,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_caught(fault):
-    with planted(fault), pytest.raises(AssertionError):
-        CHECKS[fault.caught_by]()
