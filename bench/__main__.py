@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+from pathlib import Path
 
 import torch
 
@@ -16,27 +17,12 @@ import bench
 
 def main() -> None:
     """Run one benchmark and print its rows."""
-    skip = (
-        "__main__",
-        "bare",
-        "attack_files",
-        "attack_flips",
-        "attack_kills",
-        "attack_lines",
-        "attack_serve",
-        "attack_server",
-        "audit_reproductions",
-        "clock",
-        "doctor_parts",
-        "families",
-        "foreign_models",
-        "llama_peer",
-        "museum_models",
-        "peers",
-        "tiny_models",
-        "translation",
-    )
-    names = [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name not in skip]
+    parts = ("attack_lines", "families")  # of `attack` and `adapters`
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(bench.__path__)
+        if module.name not in parts and _runs(Path(bench.__path__[0]), module.name)
+    ]
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("name", nargs="?")
     chosen = first.parse_known_args()[0].name
@@ -60,6 +46,13 @@ def main() -> None:
     asked = {} if own is None else {"asked": arguments}
     for row in module.run(**devices, **sizes, **asked):
         print(json.dumps(row) if arguments.json else show(row), flush=True)
+
+
+def _runs(folder: Path, name: str) -> bool:
+    """Return True for a benchmark: a module, or the front of a package, with a function `run`."""
+    file = folder / f"{name}.py"
+    text = (file if file.exists() else folder / name / "__init__.py").read_text(encoding="utf-8")
+    return "\ndef run(" in text
 
 
 def show(row: dict[str, object]) -> str:

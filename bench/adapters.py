@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from bench import families
+from bench.clock import said
 from glassformer.adapters.config import Config
 from glassformer.adapters.families.qwen import QWEN2
 from glassformer.adapters.folder.export_hf import export_hf
@@ -121,21 +122,18 @@ def opening() -> Iterator[dict[str, object]]:
     for key, case in (("there", "model there"), ("touched", "all touched")):
         medians = {name: statistics.median(r[key] for r in rows) for name, rows in found.items()}
         for name, median in medians.items():
-            yield {
-                "bench": "adapters",
-                "case": f"Qwen2.5-0.5B's shape, {case}, CPU",
-                "name": name,
-                "median_ms": round(median * 1e3, 1),
-                "ratio": round(median / medians["transformers"], 3),
-                "of_limit": None,
-            }
+            yield said(
+                "adapters",
+                f"Qwen2.5-0.5B's shape, {case}, CPU",
+                name,
+                round(median * 1e3, 1),
+                ratio=round(median / medians["transformers"], 3),
+            )
     for name, rows in found.items():
         peak = max(row["peak"] for row in rows)
-        yield {
-            "bench": "adapters",
-            "case": f"peak memory over {size:,} bytes of weights",
-            "name": f"{name}: {peak / size:.3f} x",
-            "median_ms": None,
-            "ratio": round(peak / size, 3),
-            "of_limit": None,
-        }
+        yield said(
+            "adapters",
+            f"peak memory over {size:,} bytes of weights",
+            f"{name}: {peak / size:.3f} x",
+            ratio=round(peak / size, 3),
+        )

@@ -37,8 +37,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bench.clock import said
 
 #: How many cases of each kind a full attack has, and what `--quick` takes.
 FULL = {"kills": 1000, "flips": 10_000, "files": 20_000, "lines": 5_000, "server": 10_000}
@@ -399,15 +402,7 @@ def tree() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _row(case: str, name: str, ms: float | None = None) -> dict[str, object]:
-    return {
-        "bench": "attack",
-        "case": case,
-        "name": name,
-        "median_ms": ms,
-        "ratio": None,
-        "of_limit": None,
-    }
+_row = partial(said, "attack")
 
 
 # --- the command ----------------------------------------------------------------------------------

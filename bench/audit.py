@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.audit_reproductions import reproduced
+from bench.clock import said
 from bench.tiny_models import Entry, entries
 
 PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
@@ -169,26 +170,22 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str,
     found = []
     for one in results(chosen, jobs=asked.jobs):
         found.append(one)
-        yield {
-            "bench": "audit",
-            "case": f"{one['kind']} {one['type']}",
-            "name": summary(one),
-            "median_ms": 1000 * one["seconds"] if "seconds" in one else None,
-            "ratio": None,
-            "of_limit": None,
-        }
+        yield said(
+            "audit",
+            f"{one['kind']} {one['type']}",
+            summary(one),
+            1000 * one["seconds"] if "seconds" in one else None,
+        )
     verified = [one for one in found if "checks" in one]
     for kind in dict.fromkeys(one["kind"] for one in verified):
         of_kind = [one for one in verified if one["kind"] == kind]
         rows = [offered(one) for one in of_kind]
-        yield {
-            "bench": "audit",
-            "case": f"{kind}: {len(of_kind)} verified",
-            "name": f"rows offered: median {statistics.median(rows):.0f}, fewest {min(rows)}",
-            "median_ms": 1000 * statistics.mean(one["seconds"] for one in of_kind),
-            "ratio": None,
-            "of_limit": None,
-        }
+        yield said(
+            "audit",
+            f"{kind}: {len(of_kind)} verified",
+            f"rows offered: median {statistics.median(rows):.0f}, fewest {min(rows)}",
+            1000 * statistics.mean(one["seconds"] for one in of_kind),
+        )
     if asked.write:
         PAGE.write_text(page(found), encoding="utf-8")
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from bench.clock import said
 from bench.footprint import optimizer_bytes, saved_bytes
 from glassformer.budget.answer import Answer
 from glassformer.budget.design import solve
@@ -92,14 +93,7 @@ def is_near(answer: Answer) -> bool:
 def row(case: str, name: str, median_ms: float | None = None) -> dict[str, object]:
     """Return a row without a ratio."""
     time_ms = None if median_ms is None else round(median_ms, 3)
-    return {
-        "bench": "budget",
-        "case": case,
-        "name": name,
-        "median_ms": time_ms,
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said("budget", case, name, time_ms)
 
 
 def grid_rows(budgets: list[Budget], case: str) -> Iterator[dict[str, object]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bench.clock import said
 from glassformer.byhand.model import Model
 from glassformer.byhand.optim import Adam
 from glassformer.data.batch import Batch
@@ -137,14 +138,14 @@ def compare(
     limit = statistics.median(times["products alone"])
     for name, values in times.items():
         median, ours = statistics.median(values), name == "byhand"
-        yield {
-            "bench": "byhand",
-            "case": case,
-            "name": name,
-            "median_ms": round(median, 4),
-            "ratio": round(statistics.median(shares), 3) if ours else None,
-            "of_limit": None if name == "products alone" else round(limit / median, 3),
-        }
+        yield said(
+            "byhand",
+            case,
+            name,
+            round(median, 4),
+            ratio=round(statistics.median(shares), 3) if ours else None,
+            of_limit=None if name == "products alone" else round(limit / median, 3),
+        )
 
 
 def run() -> Iterator[dict[str, object]]:

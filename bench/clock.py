@@ -45,20 +45,22 @@ def rows(
     """One row a side; `ratio` is the median over rounds of its time over the baseline's."""
     for name, values in times.items():
         shares = [ours / theirs for ours, theirs in zip(values, times[baseline], strict=True)]
-        yield {
-            "bench": bench,
-            "case": case,
-            "name": name,
-            "median_ms": round(statistics.median(values), 4),
-            "ratio": round(statistics.median(shares), 3),
-            "of_limit": None,
-        }
+        ratio = round(statistics.median(shares), 3)
+        yield said(bench, case, name, round(statistics.median(values), 4), ratio=ratio)
 
 
-def said(bench: str, case: str, name: str) -> Row:
-    """A row that only informs."""
+def said(
+    bench: str,
+    case: str,
+    name: str,
+    ms: float | None = None,
+    *,
+    ratio: float | None = None,
+    of_limit: float | None = None,
+) -> Row:
+    """Return a row of a benchmark; one without a time and a ratio only informs."""
     row = {"bench": bench, "case": case, "name": name}
-    return {**row, "median_ms": None, "ratio": None, "of_limit": None}
+    return {**row, "median_ms": ms, "ratio": ratio, "of_limit": of_limit}
 
 
 def installed(name: str) -> bool:

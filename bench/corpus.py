@@ -140,12 +140,12 @@ def speed(place: Path, size: int, *, rounds: int) -> Row:
             shares.append(ours / theirs)
             times.append(ours * 1e3)
     ratio = statistics.median(shares)
-    return {
-        **said("corpus", f"{format_bytes(size)}, the tokenizer given", "prepare / encode_batch"),
-        "median_ms": round(statistics.median(times), 1),
-        "ratio": round(ratio, 3),
-        "of_limit": round(1 / ratio, 3),
-    }
+    case = f"{format_bytes(size)}, the tokenizer given"
+    middle = round(statistics.median(times), 1)
+    inverse = round(1 / ratio, 3)
+    return said(
+        "corpus", case, "prepare / encode_batch", middle, ratio=round(ratio, 3), of_limit=inverse
+    )
 
 
 CHILD = """

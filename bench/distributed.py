@@ -15,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from bench.clock import said
 from glassformer.costs.timing import shared_step
 from glassformer.data.build_task import build_task
 from glassformer.spec import presets
@@ -296,10 +298,7 @@ def plan(tflops: float, gigabytes: float) -> Iterator[dict[str, object]]:
             yield {**row(case, text), "median_ms": found.compute_seconds * 1e3}
 
 
-def row(case: str, name: str) -> dict[str, object]:
-    """A row of the table; the times are not the point here."""
-    blank = {"median_ms": None, "ratio": None, "of_limit": None}
-    return {"bench": "distributed", "case": case, "name": name, **blank}
+row = partial(said, "distributed")
 
 
 def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str, object]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from bench.clock import said
 from glassformer.lab.api import train
 from glassformer.lab.runs.curves import read_curves
 from glassformer.lens.inspection import inspect
@@ -68,9 +69,7 @@ LARGE = (
 
 def row(case: str, name: str, seconds: float | None = None) -> dict[str, object]:
     """A row that informs."""
-    time_ms = None if seconds is None else round(seconds * 1e3, 3)
-    shared = {"ratio": None, "of_limit": None}
-    return {"bench": "explore", "case": case, "name": name, "median_ms": time_ms, **shared}
+    return said("explore", case, name, None if seconds is None else round(seconds * 1e3, 3))
 
 
 def timed(work: Callable[[], object]) -> float:

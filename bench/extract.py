@@ -9,10 +9,12 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from bench.clock import said
 from glassformer.lab.extract import FOLLOWED, Extraction, extract_machine
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
@@ -61,16 +63,7 @@ def extracted(name: str, overrides: tuple[str, ...], seed: int) -> tuple[Extract
         return extract_machine(run.engine, run.task), time.process_time() - began
 
 
-def row(case: str, text: str) -> dict[str, object]:
-    """A row that informs."""
-    return {
-        "bench": "extract",
-        "case": case,
-        "name": text,
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+row = partial(said, "extract")
 
 
 def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[dict[str, object]]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.clock import said
 from glassformer.adapters.config import Config
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
@@ -779,14 +780,7 @@ def gguf_rows(only: str = "") -> Iterator[dict[str, object]]:
                 same, given, worst = against_llama_cpp(module, file)
                 words += f"; llama.cpp: {same} of {given} tokens equal, "
                 words += f"log-probabilities within {worst:.1e}"
-        yield {
-            "bench": "gguf",
-            "case": name,
-            "name": words,
-            "median_ms": None,
-            "ratio": None,
-            "of_limit": None,
-        }
+        yield said("gguf", name, words)
 
 
 def run(only: str = "") -> Iterator[dict[str, object]]:
@@ -798,15 +792,11 @@ def run(only: str = "") -> Iterator[dict[str, object]]:
             proof = prove(case, Path(place))
         exact = {"tokens": proof.tokens, "bytes": proof.bytes, "opened": proof.complete}
         odd = [word for word, right in exact.items() if not right]
-        yield {
-            "bench": "adapters",
-            "case": name,
-            "name": f"{proof.worst:.1e} of the largest logit"
-            + "".join(f"; {o} differ" for o in odd),
-            "median_ms": None,
-            "ratio": None,
-            "of_limit": None,
-        }
+        yield said(
+            "adapters",
+            name,
+            f"{proof.worst:.1e} of the largest logit" + "".join(f"; {o} differ" for o in odd),
+        )
 
 
 # --- the page -------------------------------------------------------------------------------------

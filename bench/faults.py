@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+from bench.clock import said
 from bench.museum import ROOT, install
 
 SOURCE = Path(__file__).parent / "foreign_models.py"
@@ -223,10 +225,7 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str,
         for m in models:
             theirs[m] = peer((None, *(f for f in chosen if f.model == m)), m)
 
-    def row(case: str, name: str) -> dict[str, Any]:
-        empty = {"median_ms": None, "ratio": None, "of_limit": None}
-        return {"bench": "faults", "case": case, "name": name, **empty}
-
+    row = partial(said, "faults")
     table = []
     for m in models:
         clean = certified(None, m)

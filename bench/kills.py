@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bench.clock import said
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
 from glassformer.spec import presets
@@ -177,11 +178,9 @@ def row(engine: str, found: list[dict[str, Any]]) -> dict[str, object]:
     during = sum(trial["during_write"] for trial in found)
     early = sum(trial["saved"] is None for trial in found)
     middle = statistics.median(trial["seconds"] for trial in found)
-    return {
-        "bench": "kills",
-        "case": f"{engine}, {during} in a write, {early} before any",
-        "name": f"{equal} of {len(found)} equal",
-        "median_ms": round(middle * 1e3, 1),
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said(
+        "kills",
+        f"{engine}, {during} in a write, {early} before any",
+        f"{equal} of {len(found)} equal",
+        round(middle * 1e3, 1),
+    )

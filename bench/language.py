@@ -11,11 +11,13 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.clock import said
 from glassformer.adapters.load import load
 from glassformer.data.tasks.text import Text, held_out_text, read_corpus
 from glassformer.data.tokenizers.vocab import Bytes, Tokenizer
@@ -33,16 +35,7 @@ from glassformer.spec.tasks import TextTask
 RANDOM = 5
 
 
-def row(case: str, text: str) -> dict[str, object]:
-    """A row that informs."""
-    return {
-        "bench": "language",
-        "case": case,
-        "name": text,
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+row = partial(said, "language")
 
 
 def yardsticks(task: Text) -> Iterator[dict[str, object]]:

@@ -4,15 +4,13 @@ Forward in eval mode with a causal mask, and a training step's forward + backwar
 costs when it is off, and whether memory stays flat.
 """
 
-import gc
 import importlib.util
-import tracemalloc
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from bench.clock import interleave, rows
+from bench.clock import growth, interleave, rows, said
 from glassformer.checks.preset_subjects import perturb
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.mask import Mask, build_mask
@@ -118,14 +116,12 @@ def capture(x: Tensor, *, rounds: int) -> Iterator[dict[str, object]]:
     assert taps.seen["attn.weights"].shape == (B, N, T, T)
     hooks = sum(len(part._forward_hooks) for part in own.modules())
     share = taps_off_share(sum(times["capture off"]) / len(times["capture off"]))
-    yield {
-        "bench": "layer",
-        "case": f"taps when off, {CASE}",
-        "name": f"share of a forward ({hooks} hooks)",
-        "median_ms": None,
-        "ratio": round(share, 5),
-        "of_limit": None,
-    }
+    yield said(
+        "layer",
+        f"taps when off, {CASE}",
+        f"share of a forward ({hooks} hooks)",
+        ratio=round(share, 5),
+    )
 
 
 def taps_off_share(forward_ms: float) -> float:
@@ -144,28 +140,6 @@ def taps_off_share(forward_ms: float) -> float:
     return sorted(times)[len(times) // 2] / forward_ms
 
 
-def _live_tensors() -> int:
-    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-
 def memory(call: Callable[[], None]) -> dict[str, object]:
     """Python memory and live tensors over 100 forwards: growth must be nothing."""
-    call()
-    gc.collect()
-    tensors = _live_tensors()
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(100):
-        call()
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    more = _live_tensors() - tensors
-    return {
-        "bench": "layer",
-        "case": "100 forwards",
-        "name": f"growth: {more} tensors, {max(0, grown) // 1024} KiB of Python",
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said("layer", "100 forwards", growth(lambda _: call(), times=100, warmup=1))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.clock import said
 from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.generation.stepper import TorchStepper
@@ -109,14 +110,7 @@ def fresh_digits(run: TrainingRun) -> dict[str, tuple[int, int]]:
 
 def row(case: str, text: str, seconds: float) -> dict[str, object]:
     """A row that informs."""
-    return {
-        "bench": "learning",
-        "case": case,
-        "name": f"{text}, {seconds:.0f} CPU s",
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said("learning", case, f"{text}, {seconds:.0f} CPU s")
 
 
 def run() -> Iterator[dict[str, object]]:

@@ -198,14 +198,14 @@ def shown(times: dict[str, list[float]], title: str) -> Iterator[Row]:
     for name, values in times.items():
         shares = [ours / theirs for ours, theirs in zip(times[OURS], values, strict=True)]
         pairs = zip(least, values, strict=True) if least else ()
-        yield {
-            "bench": "llama",
-            "case": title,
-            "name": f"{name} ({min(values):.1f} to {max(values):.1f} ms)",
-            "median_ms": round(median(values), 3),
-            "ratio": round(median(shares), 3),
-            "of_limit": round(median(read / all_ for read, all_ in pairs), 3) if least else None,
-        }
+        yield said(
+            "llama",
+            title,
+            f"{name} ({min(values):.1f} to {max(values):.1f} ms)",
+            round(median(values), 3),
+            ratio=round(median(shares), 3),
+            of_limit=round(median(read / all_ for read, all_ in pairs), 3) if least else None,
+        )
 
 
 class Reading:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.attack_files import make_models
 from bench.attack_server import CROWD, Server, crowd
+from bench.clock import said
 from bench.explore import STEPS, write_steps
 
 RUNS, PROMPT = 500, 50_000
@@ -45,8 +46,7 @@ def run(*, quick: bool = False) -> Iterator[dict[str, object]]:
 
 def row(case: str, name: str, seconds: float) -> dict[str, object]:
     """A row that informs."""
-    shared = {"ratio": None, "of_limit": None}
-    return {"bench": "load", "case": case, "name": name, "median_ms": seconds * 1e3, **shared}
+    return said("load", case, name, seconds * 1e3)
 
 
 def measured(case: str, work: Callable[[], None]) -> dict[str, object]:

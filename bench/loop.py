@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.clock import said
 from glassformer.lab.api import Narrator
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.run import TrainingRun
@@ -72,19 +73,15 @@ def run() -> Iterator[dict[str, object]]:
         aside = seconds.pop("looking", 0.0) + seconds.pop("saving", 0.0)
         seconds["records, metrics, watch, narration"] = whole - aside - sum(seconds.values())
         for part, spent in seconds.items():
-            yield {
-                "bench": "loop",
-                "case": f"digits, {engine}",
-                "name": f"{part}: {spent / (whole - aside):.2%}",
-                "median_ms": round(spent / (STEPS - SETTLE) * 1e3, 4),
-                "ratio": None,
-                "of_limit": None,
-            }
-        yield {
-            "bench": "loop",
-            "case": f"digits, {engine}",
-            "name": f"evaluation and checkpoints: {aside / whole:.2%} of all",
-            "median_ms": round(aside / (STEPS - SETTLE) * 1e3, 4),
-            "ratio": None,
-            "of_limit": None,
-        }
+            yield said(
+                "loop",
+                f"digits, {engine}",
+                f"{part}: {spent / (whole - aside):.2%}",
+                round(spent / (STEPS - SETTLE) * 1e3, 4),
+            )
+        yield said(
+            "loop",
+            f"digits, {engine}",
+            f"evaluation and checkpoints: {aside / whole:.2%} of all",
+            round(aside / (STEPS - SETTLE) * 1e3, 4),
+        )

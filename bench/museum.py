@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.clock import said
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "museum.md"
 SHELF = ROOT / "build" / "museum"
@@ -439,25 +441,15 @@ def run(*, quick: bool = False, asked: argparse.Namespace) -> Iterator[dict[str,
         e = one.exhibit
         sides = f"{one.verdict(one.bad)} {one.gap(one.bad)} in {e.bad}"
         sides += f", {one.verdict(one.good)} {one.gap(one.good)} in {e.good}"
-        yield {
-            "bench": "museum",
-            "case": f"{e.package}: {e.trigger}",
-            "name": f"{'told apart' if one.told_apart else 'MISSED'}: {e.row}: {sides}",
-            "median_ms": None,
-            "ratio": None,
-            "of_limit": None,
-        }
+        yield said(
+            "museum",
+            f"{e.package}: {e.trigger}",
+            f"{'told apart' if one.told_apart else 'MISSED'}: {e.row}: {sides}",
+        )
     found.sort(key=lambda one: chosen.index(one.exhibit))
     count = sum(one.told_apart for one in found)
     names = {one.exhibit.package for one in found}
-    yield {
-        "bench": "museum",
-        "case": f"{len(found)} exhibits from {len(names)} packages",
-        "name": f"{count} told apart",
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+    yield said("museum", f"{len(found)} exhibits from {len(names)} packages", f"{count} told apart")
     if asked.write:
         PAGE.write_text(page(found), encoding="utf-8")
 

@@ -28,9 +28,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+
+from bench.clock import said
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "glassformer"
@@ -435,12 +438,4 @@ def run(*, asked: argparse.Namespace, quick: bool = False) -> Iterator[dict[str,
     yield {**_row(f"{sum(counts.values())} mutants of {scope}", told), "ratio": ratio}
 
 
-def _row(case: str, name: str) -> dict[str, object]:
-    return {
-        "bench": "mutants",
-        "case": case,
-        "name": name,
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+_row = partial(said, "mutants")

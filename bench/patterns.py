@@ -24,6 +24,7 @@ from typing import Any
 
 from bench.attack_serve import GOOD, LONG, Endpoint, make_folder
 from bench.attack_server import HOST
+from bench.clock import said
 
 #: Seconds of the other client alone, and between two of its requests.
 ALONE, PAUSE = 8.0, 0.05
@@ -333,5 +334,4 @@ def run(
         folder = make_folder(Path(name)) if folder is None else folder
         for part in (_costs(folder, count, 0 if asked is None else asked.seed), _ends(folder)):
             for case, text in part:
-                shared = {"median_ms": None, "ratio": None, "of_limit": None}
-                yield {"bench": "patterns", "case": case, "name": text, **shared}
+                yield said("patterns", case, text)

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
+from bench.clock import said
 from bench.kills import sample, train
 from glassformer.lab.runs.record import load_run_spec
 from glassformer.lab.runs.run import TrainingRun
@@ -133,14 +134,12 @@ def row(engine: str, count: int = CUTS) -> dict[str, object]:
     for cut in found:
         if cut["fault"]:
             print(f"power, event {cut['event']}: {cut['fault']}", file=sys.stderr)
-    return {
-        "bench": "kills",
-        "case": f"{engine}, the power cut; {count // 10} run on to their end",
-        "name": f"{good} of {len(found)} open at the newest checkpoint or the one before",
-        "median_ms": round((time.perf_counter() - began) / len(found) * 1e3, 1),
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said(
+        "kills",
+        f"{engine}, the power cut; {count // 10} run on to their end",
+        f"{good} of {len(found)} open at the newest checkpoint or the one before",
+        round((time.perf_counter() - began) / len(found) * 1e3, 1),
+    )
 
 
 def cuts(

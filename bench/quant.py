@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 import torch.nn.functional as F
 
+from bench.clock import said
 from bench.quant_peers import (
     ggml_packed,
     ggml_quantizer,
@@ -565,14 +566,13 @@ def gguf_bytes(full: Model, name: str) -> int:
 
 
 def _row(case: str, name: str, ms: float | None = None, ratio: float | None = None) -> dict:
-    return {
-        "bench": "quant",
-        "case": case,
-        "name": name,
-        "median_ms": None if ms is None else round(ms, 4),
-        "ratio": None if ratio is None else round(ratio, 3),
-        "of_limit": None,
-    }
+    return said(
+        "quant",
+        case,
+        name,
+        None if ms is None else round(ms, 4),
+        ratio=None if ratio is None else round(ratio, 3),
+    )
 
 
 def _clock(device: str) -> tuple[Callable[[], float], str]:

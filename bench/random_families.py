@@ -20,6 +20,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from bench.clock import said
 from bench.families import CASES, FIRST, LENGTH, ROOM, Case, module_of, prove
 from glassformer.spec.errors import GlassError
 
@@ -386,12 +388,4 @@ def run(
     yield _row("all", ", ".join(f"{n} {kind}" for kind, n in sorted(total.items())))
 
 
-def _row(case: str, words: str) -> dict[str, object]:
-    return {
-        "bench": "random_families",
-        "case": case,
-        "name": words,
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+_row = partial(said, "random_families")

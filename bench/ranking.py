@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.clock import said
 from glassformer.lab.sweeps.ranking import Ranking, rank
 
 SWEEPS = 2_000
@@ -50,13 +51,9 @@ def row(kind: str, cells: int, seeds: int, levels: int, *, sweeps: int) -> dict[
     title = "all equal" if levels == 1 else "four levels"
     share = held / sweeps / cells
     text = f"intervals hold {share:.1%}, wrong claims {wrong / sweeps:.1%}"
+    case = f"{kind}, {cells} cells x {seeds} seeds, {title}"
     return {
-        "bench": "ranking",
-        "case": f"{kind}, {cells} cells x {seeds} seeds, {title}",
-        "name": text if levels == 1 else f"{text}, any {found / sweeps:.0%}",
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
+        **said("ranking", case, text if levels == 1 else f"{text}, any {found / sweeps:.0%}"),
         "coverage": round(share, 4),
         "wrong": round(wrong / sweeps, 4),
         "promised": kind in PROMISED,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.clock import said
 from glassformer.data.build_task import build_task
 from glassformer.data.rng import Sampler
 from glassformer.gpu.training_graphs import Graphs
@@ -50,14 +51,7 @@ def run(*, device: str = "cpu", quick: bool = False) -> Iterator[dict[str, Any]]
 
 def row(case: str, name: str, ms: float | None, ratio: float | None, of_limit: float | None = None):
     """A row as every benchmark prints it."""
-    return {
-        "bench": "stacked",
-        "case": case,
-        "name": name,
-        "median_ms": ms,
-        "ratio": ratio,
-        "of_limit": of_limit,
-    }
+    return said("stacked", case, name, ms, ratio=ratio, of_limit=of_limit)
 
 
 # --- a CPU ----------------------------------------------------------------------------------------

@@ -16,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+
+from bench.clock import said
 
 HERE = Path(__file__).parents[1]
 HASHES = HERE / "hashes.txt"
@@ -57,10 +60,7 @@ def run(*, asked: argparse.Namespace) -> Iterator[dict[str, object]]:
         yield row("wheel, built twice", "equal" if first == second else "DIFFERENT")
 
 
-def row(case: str, name: str) -> dict[str, object]:
-    """A row that informs."""
-    shared = {"median_ms": None, "ratio": None, "of_limit": None}
-    return {"bench": "supply", "case": case, "name": name, **shared}
+row = partial(said, "supply")
 
 
 def pinned(text: str | None = None) -> dict[str, tuple[str, ...]]:

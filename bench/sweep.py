@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bench.clock import said
 from glassformer.lab.sweeps.sweep import Sweep, sweep
 
 KILLS = {"one after another": 8, "stacked": 8, "two processes": 4}
@@ -199,11 +200,4 @@ def kill_worker() -> None:
 
 def row(case: str, text: str, seconds: float) -> Row:
     """A row that informs; the time is that of the sweep without a kill."""
-    return {
-        "bench": "sweep",
-        "case": case,
-        "name": text,
-        "median_ms": round(seconds * 1e3, 1),
-        "ratio": None,
-        "of_limit": None,
-    }
+    return said("sweep", case, text, round(seconds * 1e3, 1))

@@ -409,14 +409,13 @@ def lora_rows(device: str, *, quick: bool) -> Iterator[Row]:
         shares = [a / b for a, b in zip(blocks, times[first], strict=True)]
         tokens = LORA_ROWS * shape["max_seq_len"] / each * 1e3
         memory = f", {peaks[name]:.1f} GiB" if name in peaks else ""
-        yield {
-            "bench": "training",
-            "case": f"LoRA, {LORA_ROWS} x {shape['max_seq_len']}, {tokens:,.0f} tokens/s{memory}",
-            "name": name,
-            "median_ms": round(each, 3),
-            "ratio": round(statistics.median(shares), 3),
-            "of_limit": None,
-        }
+        yield said(
+            "training",
+            f"LoRA, {LORA_ROWS} x {shape['max_seq_len']}, {tokens:,.0f} tokens/s{memory}",
+            name,
+            round(each, 3),
+            ratio=round(statistics.median(shares), 3),
+        )
     del built
     gc.collect()
 
@@ -471,15 +470,15 @@ def step_rows(name: str, device: str, asked: argparse.Namespace) -> Iterator[Row
         shares = [a / b for a, b in zip(blocks, times[baseline], strict=True)]
         tokens = size.batch * size.length / each * 1e3
         memory = f", {peaks[side]:.1f} GiB" if side in peaks else ""
-        yield {
-            "bench": "training",
-            "case": f"{name}, {size.batch} x {size.length}, {tokens:,.0f} tokens/s, "
+        yield said(
+            "training",
+            f"{name}, {size.batch} x {size.length}, {tokens:,.0f} tokens/s, "
             f"{rate:.3g} TFLOP/s{memory}",
-            "name": side,
-            "median_ms": round(each, 4),
-            "ratio": round(statistics.median(shares), 3),
-            "of_limit": rate / limit,
-        }
+            side,
+            round(each, 4),
+            ratio=round(statistics.median(shares), 3),
+            of_limit=rate / limit,
+        )
     del built
     gc.collect()
 
@@ -508,14 +507,13 @@ def loop_rows(recipe: str, device: str, steps: int | None) -> Iterator[Row]:
         bare_moments = [time.perf_counter() for _ in fit(run.engine, run.task, alone)]
     bare = (bare_moments[-1] - bare_moments[settle]) / (steps - settle - 1) * 1e3
     yield said("training", f"{recipe}: first step", f"{moments[0] - began:.1f} s")
-    yield {
-        "bench": "training",
-        "case": f"{recipe}, {steps} steps with everything, step alone {bare:.2f} ms",
-        "name": "a step of the loop",
-        "median_ms": round(each, 3),
-        "ratio": round(bare / each, 3),
-        "of_limit": None,
-    }
+    yield said(
+        "training",
+        f"{recipe}, {steps} steps with everything, step alone {bare:.2f} ms",
+        "a step of the loop",
+        round(each, 3),
+        ratio=round(bare / each, 3),
+    )
 
 
 def parity_rows(recipe: str, steps: int) -> Iterator[Row]:

@@ -12,11 +12,13 @@ import platform
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.clock import said
 from bench.findings import results
 from bench.findings.cells import Job, jobs
 from bench.findings.training import Result, learn, settings
@@ -146,13 +148,4 @@ def machine() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": str(torch.__version__).partition("+")[0]}
 
 
-def row(case: str, text: str) -> Row:
-    """A row that informs."""
-    return {
-        "bench": "findings",
-        "case": case,
-        "name": text,
-        "median_ms": None,
-        "ratio": None,
-        "of_limit": None,
-    }
+row = partial(said, "findings")

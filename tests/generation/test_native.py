@@ -1,7 +1,6 @@
 """The native step: the plain step's logits, rows that come and go, pages that are given back."""
 
 import functools
-import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -330,28 +329,7 @@ def test_every_fault_of_an_operation_is_caught(fault, tmp_path, monkeypatch):
         CHECKS.get(fault.caught_by, one)()
 
 
-SMALL = {"vocab_size": 97, "d_model": 48, "n_layers": 2, "n_heads": 4, "d_ff": 40}
 SMALL_SEQ2SEQ = presets.seq2seq(d_model=64, n_heads=4, n_layers=2, vocab_size=97)
-#: Presets that continue no sequence.
-SILENT = {"digits"}
-
-
-@pytest.mark.parametrize("name", sorted(presets.PRESETS.keys() - SILENT))
-def test_every_preset_gives_the_plain_tokens(name):
-    known = inspect.signature(presets.PRESETS[name]).parameters
-    sizes = {size: number for size, number in SMALL.items() if size in known}
-    if "n_kv_heads" in known:
-        sizes["n_kv_heads"] = 2
-    model = build(presets.preset(name, **sizes), generator=torch.Generator().manual_seed(3))
-    tokens = [[(5 * i + r) % model.spec.vocab_size for i in range(3 + r)] for r in range(3)]
-    sources = None if model.spec.encoder is None else tokens
-    prompts = Prompts.of(tokens, sources=sources)
-    spec = DecodeSpec(max_new_tokens=8)
-    stepper = fastest_stepper(model)
-    assert isinstance(stepper, NativeStepper), unavailable(model)
-    found = generate_batch(stepper, prompts, spec=spec)
-    expected = generate_batch(TorchStepper(model), prompts, spec=spec)
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
 @pytest.mark.parametrize("scheme", [Int8(), Int4(), Int4(symmetric=False)], ids=str)

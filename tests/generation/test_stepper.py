@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from glassformer.byhand.model import Model as HandModel
-from glassformer.checks.preset_subjects import NARROW, perturb
 from glassformer.generation.stepper import HandStepper, NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
-from glassformer.gpu.derived_step import lacks
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import Model, build
 from glassformer.models.prompts import Prompts
@@ -21,8 +19,6 @@ from glassformer.spec.errors import InputError
 from tests.generation import checks
 from tests.generation.checks import SPECS, STEPPERS, paired_logits, prompts_for
 from tests.tiny import VOCAB, built
-
-DECODING = [name for name in presets.PRESETS if name != "digits"]
 
 
 @pytest.mark.parametrize("stepper", STEPPERS)
@@ -136,17 +132,6 @@ def test_one_token_a_step_and_one_run_of_the_encoder() -> None:
     generate_batch(naive, prompts, spec=DecodeSpec(max_new_tokens=7))
     assert len(calls) == naive.encoder_calls == 7
     assert naive.positions == sum(range(longest, longest + 7))
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", DECODING)
-def test_every_preset_decodes_alike_with_and_without_a_cache(name, dtype, limit):
-    spec = NARROW.get(name) or presets.preset(name)
-    model = perturb(build(spec), dtype=dtype, seed=3)
-    sources = None if spec.encoder is None else checks.SOURCES
-    prompts = Prompts(((3, 1, 4, 1, 5), (2, 2), (6, 5, 3)), sources)
-    for make in (TorchStepper,) if lacks(spec) else (TorchStepper, RecordedStepper):
-        assert max(checks.paired_logits(make, model, prompts, steps=8)) <= limit
 
 
 @pytest.mark.parametrize("name", checks.SPECS)

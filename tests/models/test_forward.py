@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import build
@@ -32,8 +31,6 @@ from glassformer.spec.model import (
     SwiGLU,
 )
 from glassformer.spec.position import alibi_slopes
-from tests.compare import assert_matches
-from tests.nn.torch_layers import decoder_layer_pairs, encoder_layer_pairs, simple_pairs
 from tests.tiny import D_FF, D_MODEL, VOCAB, B, S, T, built, tiny, token_ids
 
 POSITIONS = {
@@ -249,47 +246,6 @@ def test_windows_may_differ_by_layer():
 
 
 # --- encoder and decoder ------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
-def test_the_whole_is_torchs_transformer(pre):
-    spec = tiny(
-        encoder=True,
-        layers=2,
-        d_model=12,
-        placement="pre" if pre else "post",
-        final_norm=LayerNorm(),
-    )
-    ours = built(spec)
-    theirs = nn.Transformer(
-        12, 3, 2, 2, D_FF, 0.0, "gelu", batch_first=True, norm_first=pre, dtype=torch.float64
-    )
-    pairs = {}
-    for side, layer_pairs in (("encoder", encoder_layer_pairs), ("decoder", decoder_layer_pairs)):
-        mine, other = getattr(ours, side), getattr(theirs, side)
-        for layer, (block, layer_) in enumerate(zip(mine.blocks, other.layers, strict=True)):
-            made = layer_pairs(block, layer_)
-            pairs |= {f"{side}.{layer}.{name}": pair for name, pair in made.items()}
-        pairs |= simple_pairs(f"{side}.final", mine.final_norm, other.norm)
-    tokens, source = token_ids(B, T), token_ids(B, S, seed=4)
-    valid = torch.ones(B, S, dtype=torch.bool)
-    valid[0, 6:] = False
-    triangle = ~torch.ones(T, T, dtype=torch.bool).tril()
-
-    def torchs(tokens, source):
-        return theirs(
-            ours.encoder.embed(source),
-            ours.decoder.embed(tokens),
-            tgt_mask=triangle,
-            src_key_padding_mask=~valid,
-            memory_key_padding_mask=~valid,
-        )
-
-    def mine(tokens, source):
-        return ours.hidden(Inputs(tokens, source_BS=source, source_valid_BS=valid))
-
-    assert_matches(mine, torchs, [tokens, source], parameters=pairs)
 
 
 PAIR = tiny(encoder=True, position=Sinusoidal(), layers=2)

@@ -7,13 +7,6 @@ from torch.autograd import gradcheck
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.mask import Mask, build_mask
 from glassformer.spec.model import MLP, Attention, Block, Dropout, LayerNorm, RMSNorm, SwiGLU
-from tests.compare import assert_matches
-from tests.nn.torch_layers import (
-    decoder_layer,
-    decoder_layer_pairs,
-    encoder_layer,
-    encoder_layer_pairs,
-)
 from tests.tiny import filled, noise
 
 B, T, S, D, N, F_ = 2, 5, 7, 21, 3, 11
@@ -34,44 +27,6 @@ def block(*, placement="pre", activation="relu", crossed=False, causal=False, **
 
 def made(spec, *, d_model=D, dropout=None):
     return filled(TransformerBlock(spec, d_model, dropout=dropout or Dropout()))
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_self_attention_block_is_torchs_encoder_layer(placement, activation, causal):
-    ours = made(block(placement=placement, activation=activation, causal=causal))
-    theirs = encoder_layer(D, N, F_, activation=activation, pre=placement == "pre")
-    valid = torch.ones(B, T, dtype=torch.bool)
-    valid[1, 3:] = False
-    ignore_later = ~torch.ones(T, T, dtype=torch.bool).tril() if causal else None
-    mask = build_mask(T, T, causal=causal, valid_k_BS=valid)
-    assert_matches(
-        lambda x: ours(x, mask=mask),
-        lambda x: theirs(x, src_mask=ignore_later, src_key_padding_mask=~valid),
-        [noise(B, T, D)],
-        parameters=encoder_layer_pairs(ours, theirs),
-    )
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_crossed_block_is_torchs_decoder_layer(placement, activation):
-    ours = made(block(placement=placement, activation=activation, crossed=True, causal=True))
-    theirs = decoder_layer(D, N, F_, activation=activation, pre=placement == "pre")
-    valid = torch.ones(B, S, dtype=torch.bool)
-    valid[0, 4:] = False
-    triangle = ~torch.ones(T, T, dtype=torch.bool).tril()
-    mask = build_mask(T, T, causal=True)
-    memory_mask = build_mask(T, S, causal=False, valid_k_BS=valid)
-    assert_matches(
-        lambda x, memory: ours(x, mask=mask, memory_BSD=memory, memory_mask=memory_mask),
-        lambda x, memory: theirs(
-            x, memory, tgt_mask=triangle, tgt_is_causal=True, memory_key_padding_mask=~valid
-        ),
-        [noise(B, T, D), noise(B, S, D, seed=2)],
-        parameters=decoder_layer_pairs(ours, theirs),
-    )
 
 
 @PLACEMENTS

@@ -38,17 +38,6 @@ def test_a_table_is_torchs_times_the_scale(scaled):
     )
 
 
-def test_factors_are_the_dense_product():
-    ours = filled(build_embedding(FactorizedEmbedding(rank=R), V, D))
-    u, v = noise(V, R).requires_grad_(), noise(R, D).requires_grad_()
-    assert_matches(
-        ours,
-        lambda tokens: (u @ v)[tokens],
-        [token_ids(2, 3, vocab=V)],
-        parameters={"u": (ours.u, u), "v": (ours.v, v)},
-    )
-
-
 def test_full_rank_and_an_identity_are_a_plain_table():
     plain = filled(build_embedding(PlainEmbedding(), V, D))
     factored = filled(build_embedding(FactorizedEmbedding(rank=D), V, D))

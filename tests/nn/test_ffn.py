@@ -1,12 +1,10 @@
 import pytest
 import torch
-from torch import nn
 from torch.autograd import gradcheck
 
 from glassformer.nn.ffn import build_ffn
 from glassformer.nn.operations import activate
 from glassformer.spec.model import MLP, Clamp, SwiGLU
-from tests.compare import assert_matches
 from tests.tiny import filled, noise
 
 D, F_ = 5, 11
@@ -23,45 +21,6 @@ ALL = [
 @pytest.mark.parametrize("ffn", ALL)
 def test_shape(ffn):
     assert filled(build_ffn(ffn, D))(noise(2, 3, D)).shape == (2, 3, D)
-
-
-@pytest.mark.parametrize(
-    ("activation", "module"),
-    [("relu", nn.ReLU()), ("gelu", nn.GELU()), ("gelu_tanh", nn.GELU(approximate="tanh"))],
-)
-def test_mlp_is_two_linears_around_torchs_activation(activation, module):
-    ours = filled(build_ffn(MLP(d_ff=F_, activation=activation), D))
-    theirs = nn.Sequential(nn.Linear(D, F_), module, nn.Linear(F_, D)).double()
-    pairs = {
-        "up": (ours.up_proj.weight, theirs[0].weight),
-        "up bias": (ours.up_proj.bias, theirs[0].bias),
-        "down": (ours.down_proj.weight, theirs[2].weight),
-        "down bias": (ours.down_proj.bias, theirs[2].bias),
-    }
-    assert_matches(ours, theirs, [noise(2, 3, D)], parameters=pairs)
-
-
-def test_swiglu_puts_silu_on_the_gate_and_multiplies_before_down():
-    ours = filled(build_ffn(SwiGLU(d_ff=F_), D))
-    gate, up, down = (noise(*shape).requires_grad_() for shape in [(F_, D), (F_, D), (D, F_)])
-
-    def reference(x):
-        g = torch.einsum("btd,fd->btf", x, gate)
-        return torch.einsum(
-            "btf,df->btd", g / (1 + torch.exp(-g)) * torch.einsum("btd,fd->btf", x, up), down
-        )
-
-    pairs = {
-        "gate": (ours.gate_proj.weight, gate),
-        "up": (ours.up_proj.weight, up),
-        "down": (ours.down_proj.weight, down),
-    }
-    assert_matches(ours, reference, [noise(2, 3, D)], parameters=pairs)
-    assert [name for name, _ in ours.named_parameters()] == [
-        "gate_proj.weight",
-        "up_proj.weight",
-        "down_proj.weight",
-    ]
 
 
 @pytest.mark.parametrize("ffn", ALL)
