@@ -91,6 +91,9 @@ class ProbeVariant:
     def resolve(self, inputs: int) -> "ProbeVariant":
         return self
 
+    def lacks(self, inputs: int) -> str:
+        return ""
+
     default_method: ClassVar[str] = "absmax"
 
 
