@@ -270,15 +270,6 @@ class Examples(Task):
             segments=segments_BT if packed else None,
         )
 
-    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Return no groups: examples are not broken down."""
-        self._picked(split, rows)
-        return {}
-
-    def oracle(self, split: str, rows: Ints) -> None:
-        """Return None: other right answers are unknown."""
-        self._picked(split, rows)
-
     def describe(self, split: str, row: int) -> str:
         """Return the row's examples, one after another."""
         made = self._picked(split, np.array([row]))[0]

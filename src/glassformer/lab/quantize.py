@@ -698,18 +698,18 @@ def _trained_rounded(
             hint="give a run, or calibrate on a text instead",
         )
     prepare_model_for_quantization(model, wish.spec, mode="qat", select=select)
-    for record in _trained(model, run, task, steps=wish.qat_steps):
+    # by the one loop, at a rate that falls to 0
+    train = replace(
+        run.train,
+        steps=wish.qat_steps,
+        lr=run.train.lr * QAT_RATE,
+        schedule=CosineSchedule(),
+        compile="off",
+    )
+    for record in fit(TorchEngine(model, train), task, train):
         if watch is not None:
             watch(record)
     return quantize_model(model, backend=wish.backend)
-
-
-def _trained(model: Model, run: RunSpec, task: Task, *, steps: int) -> Iterator[StepRecord]:
-    """Continue training by the one loop, at a rate that falls to 0."""
-    train = replace(
-        run.train, steps=steps, lr=run.train.lr * QAT_RATE, schedule=CosineSchedule(), compile="off"
-    )
-    yield from fit(TorchEngine(model, train), task, train)
 
 
 def _complete_bytes(path: str, run: RunSpec | None, model: Model) -> tuple[int, str]:

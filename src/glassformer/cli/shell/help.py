@@ -54,12 +54,25 @@ def _read_quickly(params: list[Any]) -> list[Any]:
     return params
 
 
-class Verb(TyperCommand):
-    """A command whose help is laid out by this module."""
+class _Laid:
+    """How help is laid out, for a command and for a group of them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, `--help` too, which read texts without pydantic."""
-        return _read_quickly(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # a command of typer
+        return _read_quickly(params)
+
+    def format_help_text(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write the text and the examples."""
+        write_text(self.help or "", formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List arguments, then options."""
+        write_parameters(self.get_params(ctx), ctx, formatter)
+
+
+class Verb(_Laid, TyperCommand):
+    """A command whose help is laid out by this module."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return `TASK [SETTING=VALUE ...] [OPTIONS]`."""
@@ -70,33 +83,17 @@ class Verb(TyperCommand):
                 pieces.append(name if param.required else f"[{name}]")
         return [*pieces, "[OPTIONS]"]
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the text and the examples."""
-        write_text(self.help or "", formatter)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """List arguments, then options."""
-        write_parameters(self.get_params(ctx), ctx, formatter)
-
-
-class VerbGroup(TyperGroup):
+class VerbGroup(_Laid, TyperGroup):
     """A command with commands of its own, such as `glass runs`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, `--help` too, which read texts without pydantic."""
-        return _read_quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return `[OPTIONS] [COMMAND ...]`."""
         return ["[OPTIONS]", "[COMMAND ...]"]
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the text and the examples."""
-        write_text(self.help or "", formatter)
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List the options, then the commands."""
-        write_parameters(self.get_params(ctx), ctx, formatter)
+        super().format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
 
 

@@ -576,22 +576,17 @@ def in_precisions(adapter: BaseAdapter) -> tuple[Precision, ...]:
 
 def _measured(name: str, scheme: str, model: Model) -> Precision:
     report = quantization_report(model)
-    arrays = quantized_arrays(model)[1] if report else weights_of(model)
+    arrays: Arrays = quantized_arrays(model)[1] if report else weights_of(model)
+    described = {name: (CODES[a.dtype], a.shape) for name, a in sorted(arrays.items())}
     return Precision(
         name=name,
         scheme=scheme,
         model=model,
         schemes=report.schemes(),
         backends=report.backends,
-        file_bytes=_file_bytes(arrays),
+        file_bytes=sum(map(len, tensor_chunks(described, arrays.__getitem__))),
         resident_bytes=resident_bytes(model),
     )
-
-
-def _file_bytes(arrays: Arrays) -> int:
-    """Return the size of the safetensors file of a checkpoint, made a tensor at a time."""
-    described = {name: (CODES[a.dtype], a.shape) for name, a in sorted(arrays.items())}
-    return sum(map(len, tensor_chunks(described, arrays.__getitem__)))
 
 
 @torch.no_grad()
@@ -606,7 +601,11 @@ def prompted(adapter: BaseAdapter, precisions: Sequence[Precision], text: str) -
     back: list[list[float]] = [[] for _ in readings]
     same: list[list[bool]] = [[] for _ in readings]
     for at in look.readout.pieces(len(positions)):
-        logps = [_logp(reading, row[at]) for reading, row in zip(readings, rows, strict=True)]
+        # in float64: int8's divergences are near float32's rounding
+        logps = [
+            one.model.project(row[at], one.head).double().log_softmax(-1).cpu()
+            for one, row in zip(readings, rows, strict=True)
+        ]
         for number, logp_TV in enumerate(logps):
             there[number] += divergence(logps[0], logp_TV).tolist()
             back[number] += divergence(logp_TV, logps[0]).tolist()
@@ -632,11 +631,6 @@ def _read(reading: Readout) -> tuple[int, ...]:
 def _rows(reading: Readout) -> Tensor:
     with eval_mode(reading.model):
         return reading.rows_of(reading.model.hidden(reading.inputs)[0])
-
-
-def _logp(reading: Readout, rows_TD: Tensor) -> Tensor:
-    """Return log-probabilities in float64: int8's divergences are near float32's rounding."""
-    return reading.model.project(rows_TD, reading.head).double().log_softmax(-1).cpu()
 
 
 def _answers(logps: Sequence[Tensor]) -> list[dict[int, tuple[float, ...]]]:

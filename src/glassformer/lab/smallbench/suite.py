@@ -14,7 +14,7 @@ import bz2
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,17 +71,29 @@ def _solve_copy(context: str, choices: tuple[str, ...]) -> str:
     return line.removeprefix(begun)
 
 
-def _recall(rng: np.random.Generator) -> Group:
-    """Ask which of `K` values belongs to a key."""
-    words = drawn(rng, WORDS, 2 * K)
-    keys, values = words[:K], words[K:]
+def _lookup(
+    rng: np.random.Generator,
+    pool: tuple[str, ...],
+    spell: Callable[[list[tuple[str, str]], str], str],
+) -> Group:
+    """Ask for the value of each of `K` keys, with every arrangement of the values."""
+    items = drawn(rng, pool, 2 * K)
+    keys, values = items[:K], items[K:]
     questions = []
     for shift in range(K):
-        pairs = [f"{key}: {values[(i + shift) % K]}" for i, key in enumerate(keys)]
+        pairs = [(key, values[(i + shift) % K]) for i, key in enumerate(keys)]
         for query, key in enumerate(keys):
-            parts = [", ".join(pairs), f"{key}:"]
-            questions.append(_question(parts, ". ", values, (query + shift) % K))
+            questions.append(_question([spell(pairs, key)], "", values, (query + shift) % K))
     return grouped(questions)
+
+
+def _recall(rng: np.random.Generator) -> Group:
+    """Ask which of `K` values belongs to a key."""
+    return _lookup(
+        rng,
+        WORDS,
+        lambda pairs, key: f"{', '.join(f'{k}: {value}' for k, value in pairs)}. {key}:",
+    )
 
 
 def _solve_recall(context: str, choices: tuple[str, ...]) -> str:
@@ -92,14 +104,7 @@ def _solve_recall(context: str, choices: tuple[str, ...]) -> str:
 
 def _induction(rng: np.random.Generator) -> Group:
     """Ask which letter followed this one before."""
-    letters = drawn(rng, LETTERS, 2 * K)
-    keys, values = letters[:K], letters[K:]
-    questions = []
-    for shift in range(K):
-        pairs = [f"{key} {values[(i + shift) % K]}" for i, key in enumerate(keys)]
-        for query, key in enumerate(keys):
-            questions.append(_question([*pairs, key], " ", values, (query + shift) % K))
-    return grouped(questions)
+    return _lookup(rng, LETTERS, lambda pairs, key: " ".join([*map(" ".join, pairs), key]))
 
 
 def _solve_induction(context: str, choices: tuple[str, ...]) -> str:
@@ -331,12 +336,6 @@ def encode_length(examinee: Examinee, text: str) -> Code:
     )
 
 
-def yardstick(text: str) -> float:
-    """Return bits per byte of bz2 on this text alone, with nothing learned before."""
-    content = text.encode()
-    return 8 * len(bz2.compress(content, 9)) / len(content)
-
-
 EXAMS: dict[str, Exam] = {
     exam.name: exam
     for exam in (
@@ -446,7 +445,9 @@ def smallbench(
             continue
         read = manuals(items * BYTES_PER_ITEM) if text is None else text
         scores.append(_bits(examinee, read, seed, confidence))
-        about = {"bytes": len(read.encode()), "bz2": yardstick(read)}
+        content = read.encode()  # bz2 has learned nothing before
+        bz2_bits = 8 * len(bz2.compress(content, 9)) / len(content)
+        about = {"bytes": len(content), "bz2": bz2_bits}
     return Result(
         model=examinee.name,
         seed=seed,

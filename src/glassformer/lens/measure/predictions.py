@@ -120,12 +120,13 @@ def read_predictions(readout: Readout, rows: Sequence[Tensor]) -> Predictions:
             logp_TV = final_TV if last else readout.log_probabilities(hidden_TD[at])
             best = logp_TV.topk(min(KEPT, logp_TV.shape[-1]))
             target_T1 = targets_T[at].clamp(min=0)[:, None]
+            entropy_T = 0.0 - (logp_TV.exp() * logp_TV).sum(-1)  # not -0.0, as the loss
             loss_T = 0.0 - logp_TV.gather(1, target_T1)[:, 0]  # not -0.0
             by_row.append(
                 (
                     best.indices,
                     best.values.exp(),
-                    entropy_of(logp_TV).masked_fill(~real_T[at], torch.nan),
+                    entropy_T.masked_fill(~real_T[at], torch.nan),
                     loss_T.masked_fill(~targeted_T[at], torch.nan),
                     divergence(final_TV, logp_TV).masked_fill(~real_T[at], torch.nan),
                 )
@@ -147,11 +148,6 @@ def top_predictions(
     ids = predictions.ids[row, position, :k].tolist()
     shares = predictions.probabilities[row, position, :k].tolist()
     return [(i, readout.word(i), share) for i, share in zip(ids, shares, strict=True)]
-
-
-def entropy_of(logp_TV: Tensor) -> Tensor:
-    """Return -sum p log p in nats, (T,)."""
-    return 0.0 - (logp_TV.exp() * logp_TV).sum(-1)
 
 
 def divergence(logp_TV: Tensor, logq_TV: Tensor) -> Tensor:
