@@ -199,7 +199,7 @@ class BaseAdapter(nn.Module, ABC):
                 f"<{type(self).__name__}: {self.get_num_parameters():,} parameters, vocabulary "
                 f"{spec.vocab_size:,}, {self._held_as()}>"
             )
-        heads = next(spec.decoder.blocks()).attention.n_heads
+        heads = spec.decoder.heads_in_words()
         layers = f"{spec.n_layers} layers"
         if spec.encoder is not None:
             layers = f"{spec.encoder.n_layers} encoder and {spec.n_layers} decoder layers"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from glassformer.adapters.folder.files import read_object
+from glassformer.spec.block import Block, Stack
 from glassformer.spec.decoding import DecodeSpec
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.options import options_of
@@ -241,3 +242,12 @@ class Config:
 def _is_nothing(value: Any) -> bool:
     """Return whether an unknown key is there without a value; false is one."""
     return value is None or (not isinstance(value, bool) and value in ({}, [], ""))
+
+
+def block_of(stack: Stack) -> Block:
+    """Return the block that a format's header describes, where it has one number for all layers.
+
+    Layers may differ in what formats say of each: how far they see, whether they rotate, their
+    feed-forward, where their norms are. A family's reader, asked again, finds what it did not.
+    """
+    return stack.block(but=("mixer.window", "mixer.position", "ffn", "placement"))

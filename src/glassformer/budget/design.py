@@ -172,7 +172,7 @@ def _design(
     one = manifest(build_spec(budget, replace(sizes, n_layers=1)))
     parameters = [p for p in one if p.tied_to is None]
     params = sum(p.size * (1 if p.layer is None else sizes.n_layers) for p in parameters)
-    block = next(model.decoder.blocks())
+    block = model.decoder.block()
     idle = sum(p.size for p in parameters if p.layer is not None and not active(block, p))
     low, high = budget.bounds
     assert params == found.frame.count(found.n_layers, found.d_ff)

@@ -538,10 +538,10 @@ class Transformer:
         return self.model.spec
 
     def __repr__(self) -> str:
-        size, heads = self.model.storage.vector.size, next(self.spec.decoder.blocks()).attention
+        size, heads = self.model.storage.vector.size, self.spec.decoder.heads_in_words()
         return (
             f"<{type(self).__name__}: {size:,} parameters, {self.spec.n_layers} layers, d_model "
-            f"{self.spec.d_model}, {heads.n_heads} heads, vocabulary {self.spec.vocab_size}, "
+            f"{self.spec.d_model}, {heads} heads, vocabulary {self.spec.vocab_size}, "
             f"{self.model.dtype} in NumPy>"
         )
 

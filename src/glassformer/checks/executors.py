@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from glassformer.byhand import operations as byhand
 from glassformer.byhand.c_table import C
+from glassformer.byhand.operations import NUMPY
+from glassformer.byhand.table import Table
 from glassformer.generation.native.lowering import unknown_part
 from glassformer.spec.lacking import Runs
 from glassformer.spec.model import ModelSpec
@@ -36,9 +37,13 @@ def derived(runs: Runs) -> Callable[[ModelSpec], str]:
     return lacks
 
 
-def not_in_c(model: ModelSpec) -> str:
-    """Return what neither the table in C nor NumPy's, on which it falls back, runs of a model."""
-    return ", ".join(C.lacking(program(model, training=True)))
+def in_no_table(table: Table) -> Callable[[ModelSpec], str]:
+    """Return what no operation of a table, or of the one on which it falls back, runs."""
+
+    def lacks(model: ModelSpec) -> str:
+        return ", ".join(table.lacking(program(model, training=True)))
+
+    return lacks
 
 
 def continues(model: ModelSpec) -> str:
@@ -106,7 +111,7 @@ EXECUTORS = (
     ),
     Executor(
         name="native training step",
-        lacks=not_in_c,
+        lacks=in_no_table(C),
         default="glass train",
         code=("byhand.c_table", "kernels.training", "kernels/train", "training.numpy_engine"),
         precision="float32",
@@ -119,7 +124,7 @@ EXECUTORS = (
     ),
     Executor(
         name="by hand",
-        lacks=derived(byhand.RUNS),
+        lacks=in_no_table(NUMPY),
         default="glass train engine=numpy, gf.byhand",
         code=("byhand",),
         precision="float64",

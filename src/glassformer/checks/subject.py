@@ -122,7 +122,7 @@ def _weights(model: Model, inputs: Inputs) -> dict[str, Tensor]:
 
 def size_of(spec: ModelSpec) -> str:
     """Return `d64 L2 h4 V99`, with both depths for an encoder-decoder."""
-    heads = next(spec.decoder.blocks()).attention.n_heads
+    heads = spec.decoder.heads_in_words().replace(" and ", "+")
     encoder = "" if spec.encoder is None else f"{spec.encoder.n_layers}+"
     return f"d{spec.d_model} L{encoder}{spec.n_layers} h{heads} V{spec.vocab_size}"
 

@@ -121,8 +121,12 @@ def lacks(model: spec.ModelSpec) -> str:
 
 def _with_default_scale(block: spec.Block, d_model: int) -> spec.Block:
     """Return a block whose attention does not spell out the scale that it has anyway."""
-    own = block.attention
-    if own.scale is None or not math.isclose(own.scale, own.head_width(d_model) ** -0.5):
+    own = block.mixer
+    if (
+        not isinstance(own, spec.Attention)
+        or own.scale is None
+        or not math.isclose(own.scale, own.head_width(d_model) ** -0.5)
+    ):
         return block
     return replace(block, mixer=replace(own, scale=None))
 

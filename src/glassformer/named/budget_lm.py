@@ -330,7 +330,7 @@ def print_param_table(model: LanguageModel) -> None:
     """
     described, config = model.spec, model.config
     found = allocate(described)
-    first = next(described.decoder.blocks())
+    first = described.decoder.block()
     assert isinstance(first.ffn, spec.SwiGLU)
 
     def line(name: str, count: int, total: int | None = found.total) -> str:

@@ -182,7 +182,7 @@ class FeedForward(ffn.MLP):
         activation: str = "relu",
     ) -> None:
         whole = presets.seq2seq(d_model=d_model, n_heads=1, d_ff=d_ff, activation=activation)
-        described = next(whole.decoder.blocks()).ffn
+        described = whole.decoder.block().ffn
         assert isinstance(described, spec.MLP)
         super().__init__(described, d_model, dropout=dropout)
         self.d_model = d_model

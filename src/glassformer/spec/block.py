@@ -4,8 +4,9 @@ A stack is runs of equal blocks, so that layers may differ. A head reads the las
 head for each kind of prediction. An embedding turns a token into d_model numbers.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, Literal, TypeAlias, TypeVar, assert_never, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, assert_never, get_args
 
 from glassformer.spec.checks import at_least, divides, one_of, positive, probability, size, spec
 from glassformer.spec.errors import InputError
@@ -350,6 +351,27 @@ class Stack:
         """Return what all blocks have in common; layers that differ in it are refused by name."""
         return common(dict(enumerate(self.blocks())), read, what)
 
+    def block(self, *, but: tuple[str, ...] = ()) -> Block:
+        """Return the first block, which all are but for fields such as `mixer.window`.
+
+        Layers that differ in another field are refused by its name.
+        """
+        first, layer = self.layers[0].block, 0
+        for run in self.layers:
+            for path, ours, theirs in _differences(first, run.block):
+                if not any(path == one or path.startswith(f"{one}.") for one in but):
+                    raise InputError(
+                        f"layers differ in {path}: {ours} in layer 0, {theirs} in layer {layer}",
+                        hint="one value for all of them is wanted here: give all layers the same",
+                    )
+            layer += run.count
+        return first
+
+    def heads_in_words(self) -> str:
+        """Return the numbers of heads of its attentions, first to last: `8`, `16 and 4`, `0`."""
+        numbers = dict.fromkeys(each.n_heads for each in self.attentions().values())
+        return " and ".join(map(str, numbers)) or "0"
+
     def attentions(self) -> dict[int, Attention]:
         """Self-attentions by the number of their layer; other mixers are left out."""
         return {
@@ -382,6 +404,16 @@ def _in_words(numbers: list[int]) -> str:
         return f"layer {numbers[0]}"
     rest = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     return f"layers {', '.join(map(str, numbers[:3]))}{rest}"
+
+
+def _differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted names of the fields in which two specs differ, with both values."""
+    if type(one) is type(other) and dataclasses.is_dataclass(one):
+        for each in dataclasses.fields(one):
+            below = f"{path}.{each.name}" if path else each.name
+            yield from _differences(getattr(one, each.name), getattr(other, each.name), below)
+    elif one != other:
+        yield path, one, other
 
 
 Readout = Literal["last", "first", "mean"]

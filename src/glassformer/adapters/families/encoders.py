@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
 from glassformer.adapters.families.llama import (
     FULL,
@@ -249,7 +249,7 @@ def read_distilbert(config: Config, *, masked: bool) -> ModelSpec:
 
 def write_bert(spec: ModelSpec) -> dict[str, Any]:
     """Return the config keys of BERT and RoBERTa for a spec."""
-    block, ffn = next(spec.decoder.blocks()), dense(next(spec.decoder.blocks()).ffn)
+    block, ffn = block_of(spec.decoder), dense(block_of(spec.decoder).ffn)
     head, rates = spec.heads[0], spec.decoder.dropout
     offset = spec.position.offset if isinstance(spec.position, Learned) else 0
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
@@ -452,7 +452,7 @@ def read_modern(config: Config, *, masked: bool) -> ModelSpec:
 
 def write_modern(spec: ModelSpec) -> dict[str, Any]:
     """Return ModernBERT's config keys."""
-    block, head, rates = next(spec.decoder.blocks()), spec.heads[0], spec.decoder.dropout
+    block, head, rates = block_of(spec.decoder), spec.heads[0], spec.decoder.dropout
     ffn, norm = dense(block.ffn), block.norm
     masked = head if isinstance(head, MaskedHead) else MaskedHead()
     transform = masked.transform or HeadTransform(bias=False)

@@ -8,7 +8,7 @@ of a layer in two tensors, so these families have a second table.
 from dataclasses import replace
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, Config
+from glassformer.adapters.config import MOST_LAYERS, Config, block_of
 from glassformer.adapters.families.llama import (
     BLOCK,
     FULL,
@@ -116,7 +116,7 @@ def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
         "router_aux_loss_coef": mixture.balance,
         "router_jitter_noise": 0.0,
         "output_router_logits": False,
-        "sliding_window": next(spec.decoder.blocks()).attention.window,
+        "sliding_window": block_of(spec.decoder).attention.window,
     }
 
 
@@ -204,14 +204,14 @@ def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
         | write_windows(spec)
         | {
             "shared_expert_intermediate_size": shared.d_ff,
-            "qkv_bias": next(spec.decoder.blocks()).attention.bias == "qkv",
+            "qkv_bias": block_of(spec.decoder).attention.bias == "qkv",
         }
     )
 
 
 def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
     """Return Qwen3-MoE's config keys."""
-    attention = next(spec.decoder.blocks()).attention
+    attention = block_of(spec.decoder).attention
     own = {
         "attention_bias": attention.bias == "all",
         "use_sliding_window": attention.window is not None,
@@ -244,7 +244,7 @@ def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
         "norm_topk_prob": mixture.normalize,
         "router_aux_loss_coef": mixture.balance,
         "output_router_logits": False,
-        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+        "attention_bias": block_of(spec.decoder).attention.bias == "all",
     }
 
 
@@ -346,7 +346,7 @@ def write_granite_moe(spec: ModelSpec) -> dict[str, Any]:
     return {
         **write_stack(spec, d_ff=mixture.expert.d_ff),
         **multipliers_of(spec),
-        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+        "attention_bias": block_of(spec.decoder).attention.bias == "all",
         "num_local_experts": mixture.n_experts,
         "num_experts_per_tok": mixture.experts_per_token,
         "router_aux_loss_coef": mixture.balance,
@@ -435,7 +435,7 @@ def write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
     return {
         **write_stack(spec, d_ff=mixture.expert.d_ff),
         **own_width(spec),
-        "attention_bias": next(spec.decoder.blocks()).attention.bias == "all",
+        "attention_bias": block_of(spec.decoder).attention.bias == "all",
         "sliding_window": window_of(spec) or 128,
         "layer_types": kinds_of(spec),
         "num_local_experts": mixture.n_experts,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.table import Columns, Family, Interleaved, Layout, Row, Rows, Table, dense
 from glassformer.spec.init import NormalInit
 from glassformer.spec.model import (
@@ -123,7 +123,7 @@ def read_gpt2(config: Config) -> ModelSpec:
 
 def write_gpt2(spec: ModelSpec) -> dict[str, Any]:
     """Return the config keys of GPT-2 for a spec."""
-    block, head = next(spec.decoder.blocks()), spec.heads[0]
+    block, head = block_of(spec.decoder), spec.heads[0]
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
     ffn = dense(block.ffn)
     return {
@@ -259,7 +259,7 @@ OPT_PARTS = {
 
 def gptj_table(spec: ModelSpec) -> Table:
     """Return GPT-J's table: neighbouring rows of q and k are a rotary pair."""
-    width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+    width = block_of(spec.decoder).attention.head_width(spec.d_model)
     turned = spec.position.width(width) if isinstance(spec.position, Rotary) else width
     return _names("transformer.", OUTER, "h", J_PARTS, Interleaved(width, turned))
 
@@ -324,7 +324,7 @@ def _read(
 
 def _write(spec: ModelSpec, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return the config keys that `_read` reads."""
-    block, head = next(spec.decoder.blocks()), spec.heads[0]
+    block, head = block_of(spec.decoder), spec.heads[0]
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
     ffn, rates = dense(block.ffn), spec.decoder.dropout
     found = {
@@ -403,7 +403,7 @@ def read_gptj(config: Config) -> ModelSpec:
 
 def write_gptj(spec: ModelSpec) -> dict[str, Any]:
     """Return GPT-J's config keys."""
-    width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+    width = block_of(spec.decoder).attention.head_width(spec.d_model)
     turned = spec.position.width(width) if isinstance(spec.position, Rotary) else width
     return _write(spec, J_KEYS) | {"rotary_dim": turned}
 
@@ -430,7 +430,7 @@ def read_opt(config: Config) -> ModelSpec:
 
 def write_opt(spec: ModelSpec) -> dict[str, Any]:
     """Return OPT's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return _write(spec, OPT_KEYS) | {
         "do_layer_norm_before": block.placement == "pre",
         "enable_bias": block.attention.bias == "all",

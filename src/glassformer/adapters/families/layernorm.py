@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.families.gpt2 import ACTIVATIONS, read_gpt2, write_gpt2
 from glassformer.adapters.families.llama import (
     BLOCK,
@@ -74,7 +74,7 @@ def read_activation(config: Config, key: str, *, default: str) -> Activation:
 
 def activation_word(spec: ModelSpec, *, gated: str = "silu") -> str:
     """Return transformers' word for the first block's activation."""
-    ffn = next(spec.decoder.blocks()).ffn
+    ffn = block_of(spec.decoder).ffn
     words = {meaning: word for word, meaning in reversed(ACTIVATIONS.items())}
     return words[ffn.activation] if isinstance(ffn, MLP) else gated
 
@@ -119,7 +119,7 @@ def read_starcoder2(config: Config) -> ModelSpec:
 
 def write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
     """Return StarCoder 2's config keys."""
-    block, dropout = next(spec.decoder.blocks()), spec.decoder.dropout
+    block, dropout = block_of(spec.decoder), spec.decoder.dropout
     return write_stack(spec) | {
         "hidden_act": activation_word(spec),
         "norm_epsilon": block.norm.eps,
@@ -137,7 +137,7 @@ GPT = "transformer.h.{}."
 
 def bigcode_table(spec: ModelSpec) -> Table:
     """Return StarCoder's table; with a key for every head, q, k and v are stored head by head."""
-    attention = next(spec.decoder.blocks()).attention
+    attention = block_of(spec.decoder).attention
     alone = attention.kv_heads == 1
     layout: Layout = Rows() if alone else HeadGroups(attention.head_width(spec.d_model))
     parts = {
@@ -176,7 +176,7 @@ def read_bigcode(config: Config) -> ModelSpec:
 
 def write_bigcode(spec: ModelSpec) -> dict[str, Any]:
     """Return StarCoder's config keys."""
-    attention = next(spec.decoder.blocks()).attention
+    attention = block_of(spec.decoder).attention
     return write_gpt2(spec) | {"multi_query": attention.kv_heads == 1 < attention.n_heads}
 
 
@@ -194,7 +194,7 @@ def neox_table(head: str) -> Names:
     """Return a function to GPT-NeoX's table; q, k and v are stored head by head."""
 
     def table(spec: ModelSpec) -> Table:
-        width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+        width = block_of(spec.decoder).attention.head_width(spec.d_model)
         parts = {
             "input_layernorm": "attn_norm",
             "post_attention_layernorm": "ffn_norm",
@@ -243,7 +243,7 @@ def read_neox(config: Config) -> ModelSpec:
 
 def write_neox(spec: ModelSpec) -> dict[str, Any]:
     """Return GPT-NeoX's config keys."""
-    block, position = next(spec.decoder.blocks()), spec.position
+    block, position = block_of(spec.decoder), spec.position
     keys = write_stack(spec)
     del keys["num_key_value_heads"]
     return keys | {
@@ -305,7 +305,7 @@ def write_phi(spec: ModelSpec) -> dict[str, Any]:
     dropout = spec.decoder.dropout
     return write_stack(spec) | {
         "hidden_act": activation_word(spec),
-        "layer_norm_eps": next(spec.decoder.blocks()).norm.eps,
+        "layer_norm_eps": block_of(spec.decoder).norm.eps,
         "embd_pdrop": dropout.embedding,
         "resid_pdrop": dropout.residual,
         "qk_layernorm": False,
@@ -331,7 +331,7 @@ def read_stablelm(config: Config) -> ModelSpec:
 
 def write_stablelm(spec: ModelSpec) -> dict[str, Any]:
     """Return StableLM's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return write_stack(spec) | {
         "layer_norm_eps": block.norm.eps,
         "use_qkv_bias": block.attention.bias == "qkv",
@@ -389,7 +389,7 @@ def read_cohere2(config: Config) -> ModelSpec:
 
 def write_cohere(spec: ModelSpec) -> dict[str, Any]:
     """Return Cohere's config keys."""
-    block, head = next(spec.decoder.blocks()), spec.heads[0]
+    block, head = block_of(spec.decoder), spec.heads[0]
     return write_stack(spec) | {
         "layer_norm_eps": block.norm.eps,
         "attention_bias": block.attention.bias == "all",
@@ -411,7 +411,7 @@ def write_cohere2(spec: ModelSpec) -> dict[str, Any]:
 
 def falcon_table(spec: ModelSpec) -> Table:
     """Return Falcon's table: q, k and v by key-value head; the norms' names tell their number."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     width = block.attention.head_width(spec.d_model)
     two = {"ln_attn": "attn_norm", "ln_mlp": "ffn_norm"}
     norms = two if block.placement == "parallel" else NORMS
@@ -480,7 +480,7 @@ def read_falcon(config: Config) -> ModelSpec:
 
 def write_falcon(spec: ModelSpec) -> dict[str, Any]:
     """Return Falcon's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     keys, attention = write_stack(spec), block.attention
     new = attention.kv_heads not in (1, attention.n_heads) or block.placement == "parallel"
     intermediate = keys.pop("intermediate_size")
@@ -529,7 +529,7 @@ def read_bloom(config: Config) -> ModelSpec:
 
 def write_bloom(spec: ModelSpec) -> dict[str, Any]:
     """Return Bloom's config keys; the context is our own note, since Bloom has no limit."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
@@ -622,7 +622,7 @@ def read_mpt(config: Config) -> ModelSpec:
 
 def write_mpt(spec: ModelSpec) -> dict[str, Any]:
     """Return MPT's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return {
         "vocab_size": spec.vocab_size,
         "d_model": spec.d_model,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, assert_never
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.table import Family, Interleaved, Layout, Row, Rows, Table, dense
 from glassformer.spec.errors import FileError
 from glassformer.spec.init import NormalInit
@@ -340,7 +340,7 @@ TABLE = Table(rows=stack_rows(), ignored=ROTARY_BUFFERS)
 
 def turned_layout(spec: ModelSpec) -> Interleaved:
     """Return the layout of q and k where neighbouring rows are a rotary pair."""
-    attention = next(spec.decoder.blocks()).attention
+    attention = block_of(spec.decoder).attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
     return Interleaved(width, width if rotary is None else rotary.width(width))
 
@@ -550,7 +550,7 @@ def write_stack(spec: ModelSpec, *, d_ff: int | None = None) -> dict[str, Any]:
 
     `d_ff` is for families whose feed-forwards are not all alike.
     """
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     attention, head = block.attention, spec.heads[0]
     position = spec.position if isinstance(spec.position, Rotary) else Rotary()
     return {
@@ -577,7 +577,7 @@ def write_stack(spec: ModelSpec, *, d_ff: int | None = None) -> dict[str, Any]:
 
 def write_llama(spec: ModelSpec) -> dict[str, Any]:
     """Return Llama's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return write_stack(spec) | {
         "attention_bias": block.attention.bias == "all",
         "mlp_bias": dense(block.ffn).bias,
@@ -586,12 +586,12 @@ def write_llama(spec: ModelSpec) -> dict[str, Any]:
 
 def write_mistral(spec: ModelSpec) -> dict[str, Any]:
     """Return Mistral's config keys."""
-    return write_stack(spec) | {"sliding_window": next(spec.decoder.blocks()).attention.window}
+    return write_stack(spec) | {"sliding_window": block_of(spec.decoder).attention.window}
 
 
 def own_width(spec: ModelSpec) -> dict[str, int]:
     """Return `head_dim`, for families that always state it."""
-    return {"head_dim": next(spec.decoder.blocks()).attention.head_width(spec.d_model)}
+    return {"head_dim": block_of(spec.decoder).attention.head_width(spec.d_model)}
 
 
 def write_ministral(spec: ModelSpec) -> dict[str, Any]:
@@ -602,7 +602,7 @@ def write_ministral(spec: ModelSpec) -> dict[str, Any]:
 
 def write_seed_oss(spec: ModelSpec) -> dict[str, Any]:
     """Return Seed-OSS's config keys."""
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     return {
         **write_stack(spec),
         **own_width(spec),
@@ -615,7 +615,7 @@ def write_seed_oss(spec: ModelSpec) -> dict[str, Any]:
 
 def write_ernie(spec: ModelSpec) -> dict[str, Any]:
     """Return Ernie 4.5's config keys."""
-    biased = next(spec.decoder.blocks()).attention.bias == "all"
+    biased = block_of(spec.decoder).attention.bias == "all"
     return {**write_stack(spec), **own_width(spec), "use_bias": biased}
 
 

@@ -8,7 +8,7 @@ width of its own, and biases everywhere if its config says so. Windows act on la
 
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, Config
+from glassformer.adapters.config import MOST_LAYERS, Config, block_of
 from glassformer.adapters.families.llama import (
     FULL,
     SLIDING,
@@ -95,7 +95,7 @@ def write_qwen2(spec: ModelSpec) -> dict[str, Any]:
 
 def write_qwen3(spec: ModelSpec) -> dict[str, Any]:
     """Return Qwen3's config keys."""
-    attention = next(spec.decoder.blocks()).attention
+    attention = block_of(spec.decoder).attention
     width = attention.head_width(spec.d_model)
     own = {"attention_bias": attention.bias == "all", "head_dim": width}
     return write_stack(spec) | write_windows(spec) | own
@@ -158,10 +158,10 @@ def write_qwen1(spec: ModelSpec) -> dict[str, Any]:
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return {key: keys[key] for key in (*same, "initializer_range", "tie_word_embeddings")} | {
         "intermediate_size": 2 * keys["intermediate_size"],
-        "kv_channels": next(spec.decoder.blocks()).attention.head_width(spec.d_model),
+        "kv_channels": block_of(spec.decoder).attention.head_width(spec.d_model),
         "seq_length": spec.max_seq_len,
         "max_position_embeddings": spec.max_seq_len,
-        "layer_norm_epsilon": next(spec.decoder.blocks()).norm.eps,
+        "layer_norm_epsilon": block_of(spec.decoder).norm.eps,
         "rotary_emb_base": position.base,
         "attn_dropout_prob": keys["attention_dropout"],
         "emb_dropout_prob": 0.0,

@@ -10,7 +10,7 @@ norms around each part, GeGLU, caps, windows with a base of their own).
 from dataclasses import replace
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.families.llama import (
     FULL,
     NORMS,
@@ -52,7 +52,7 @@ from glassformer.spec.model import (
 
 def first_of(spec: ModelSpec) -> Attention:
     """Return the attention of the first layer."""
-    return next(spec.decoder.blocks()).attention
+    return block_of(spec.decoder).attention
 
 
 def head_of(spec: ModelSpec) -> NextHead:
@@ -86,7 +86,7 @@ def write_arcee(spec: ModelSpec) -> dict[str, Any]:
     return write_stack(spec) | {
         "hidden_act": "relu2",
         "attention_bias": first_of(spec).bias == "all",
-        "mlp_bias": dense(next(spec.decoder.blocks()).ffn).bias,
+        "mlp_bias": dense(block_of(spec.decoder).ffn).bias,
     }
 
 
@@ -231,7 +231,7 @@ def multipliers_of(spec: ModelSpec) -> dict[str, Any]:
     factor = spec.embedding.factor if isinstance(spec.embedding, ScaledEmbedding) else None
     return {
         "attention_multiplier": first_of(spec).scale or 1.0,
-        "residual_multiplier": next(spec.decoder.blocks()).residual_scale,
+        "residual_multiplier": block_of(spec.decoder).residual_scale,
         "logits_scaling": 1.0 / head_of(spec).scale,
         "embedding_multiplier": factor or 1.0,
     }
@@ -241,7 +241,7 @@ def write_granite(spec: ModelSpec) -> dict[str, Any]:
     """Return Granite's config keys."""
     own = {
         "attention_bias": first_of(spec).bias == "all",
-        "mlp_bias": dense(next(spec.decoder.blocks()).ffn).bias,
+        "mlp_bias": dense(block_of(spec.decoder).ffn).bias,
     }
     return write_stack(spec) | own | multipliers_of(spec)
 
@@ -459,7 +459,7 @@ def _gelu(config: Config) -> GateActivation:
 
 def write_gemma(spec: ModelSpec) -> dict[str, Any]:
     """Return Gemma's config keys."""
-    word = gate_word(next(spec.decoder.blocks()).ffn)
+    word = gate_word(block_of(spec.decoder).ffn)
     own = {"hidden_act": word, "hidden_activation": word}
     return (
         write_stack(spec) | own_width(spec) | own | {"attention_bias": first_of(spec).bias == "all"}

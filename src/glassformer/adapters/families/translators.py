@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config
+from glassformer.adapters.config import MOST_LAYERS, MOST_POSITIONS, Config, block_of
 from glassformer.adapters.families.gpt2 import ACTIVATIONS
 from glassformer.adapters.table import Array, Family, Row, Shape, Table, dense
 from glassformer.spec.errors import InputError
@@ -179,7 +179,7 @@ def write_pair(spec: ModelSpec) -> dict[str, Any]:
     if spec.encoder is None:
         raise InputError("encoder: none here, one there")
     words = {meaning: word for word, meaning in reversed(WORDS.items())}
-    ffn, rates = dense(next(spec.decoder.blocks()).ffn), spec.decoder.dropout
+    ffn, rates = dense(block_of(spec.decoder).ffn), spec.decoder.dropout
     made: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "d_model": spec.d_model,
@@ -199,7 +199,7 @@ def write_pair(spec: ModelSpec) -> dict[str, Any]:
         "forced_eos_token_id": None,
     }
     for side, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
-        block = next(stack.blocks())
+        block = block_of(stack)
         made |= {
             f"{side}_layers": stack.n_layers,
             f"{side}_attention_heads": block.attention.n_heads,
@@ -292,7 +292,7 @@ def _t5_table() -> Table:
 
 def _t5_names(spec: ModelSpec) -> Table:
     """Return the rows of plain or of gated feed-forwards, which share the name of a matrix."""
-    gated = isinstance(next(spec.decoder.blocks()).ffn, SwiGLU)
+    gated = isinstance(block_of(spec.decoder).ffn, SwiGLU)
     other = "DenseReluDense.wi." if gated else "DenseReluDense.wi_"
     rows = tuple(row for row in T5_TABLE.rows if other not in row.theirs)
     return replace(T5_TABLE, rows=rows)
@@ -373,7 +373,7 @@ def write_t5(spec: ModelSpec) -> dict[str, Any]:
     """Return the config keys of T5 for a spec."""
     if spec.encoder is None or not isinstance(spec.position, RelativeBias):
         raise InputError("an encoder and relative position biases: not both here, both there")
-    block, head = next(spec.decoder.blocks()), spec.heads[0]
+    block, head = block_of(spec.decoder), spec.heads[0]
     ffn, norm, attention = dense(block.ffn), block.norm, block.attention
     words = {meaning: word for word, meaning in T5_FEEDS.items()}
     word = words.get((ffn.activation, isinstance(ffn, SwiGLU)), "relu")

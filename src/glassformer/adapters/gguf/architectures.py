@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from glassformer.adapters.config import block_of
 from glassformer.adapters.families import experts, gpt2, layernorm, llama, qwen, relatives
 from glassformer.adapters.table import Family
 from glassformer.spec.errors import InputError
@@ -127,7 +128,7 @@ def falcon_config(config: dict[str, Any], tensors: Collection[str]) -> dict[str,
 
 def falcon_parts(spec: ModelSpec) -> Parts:
     """Return Falcon's parts; of two norms, the first is the feed-forward's."""
-    if next(spec.decoder.blocks()).placement != "parallel":
+    if block_of(spec.decoder).placement != "parallel":
         return FUSED
     return {**FUSED, "attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
 

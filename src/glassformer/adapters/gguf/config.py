@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from glassformer.adapters.config import Config
+from glassformer.adapters.config import Config, block_of
 from glassformer.adapters.counterpart import differences, nearest_of
 from glassformer.adapters.families.llama import MISTRAL
 from glassformer.adapters.gguf.architectures import ARCHITECTURES, Architecture
@@ -230,7 +230,7 @@ def write_settings(spec: ModelSpec, entry: str) -> dict[str, Any]:
     """Return a spec's metadata for an entry of `ARCHITECTURES`."""
     one = ARCHITECTURES[entry]
     config, kind = one.family.config_of(spec), one.name(entry)
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     attention = block.attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
     turned = spec.position if isinstance(spec.position, Rotary) else rotary
@@ -302,7 +302,7 @@ def factors_of(spec: ModelSpec) -> list[float] | None:
         spec.position.scaling, Llama3Scaling
     ):
         return None
-    width = next(spec.decoder.blocks()).attention.head_width(spec.d_model)
+    width = block_of(spec.decoder).attention.head_width(spec.d_model)
     return llama3_factors(spec.position, width)
 
 
@@ -376,7 +376,7 @@ def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def table_of(entry: str, spec: ModelSpec) -> Table:
     """Return the key table of an architecture; Llama's reordering depends on the head width."""
-    one, attention = ARCHITECTURES[entry], next(spec.decoder.blocks()).attention
+    one, attention = ARCHITECTURES[entry], block_of(spec.decoder).attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
     turned = width if rotary is None else rotary.width(width)
 

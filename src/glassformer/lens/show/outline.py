@@ -510,22 +510,25 @@ def format_count(count: int) -> str:
 def model_lines(model: ModelSpec) -> list[str]:
     """Return a model's shape and parts in two lines of words; of its blocks the first."""
     layer = outline(model)[-1].layers[0]
-    inside = {part.kind: part.inside for part in layer.parts}
-    attention, feed = inside["attn"], inside["ffn"]
-    assert isinstance(attention, Attending) and isinstance(feed, Dense | Mixture)
+    feed = next(part.inside for part in layer.parts if part.kind == "ffn")
+    assert isinstance(feed, Dense | Mixture)
     total, used = count_parameters(model), count_active_parameters(model)
     active = "" if used == total else f" ({used:,} used by a token)"
     if model.encoder is None:
         shape = counted(model.n_layers, "layer")
-        kind = "decoder" if attention.op.after == 0 else "encoder"
+        causal = all(block.mixer.causal for block in model.decoder.blocks())
+        kind = "decoder" if causal else "encoder"
     else:
         shape, kind = f"{model.encoder.n_layers} + {model.n_layers} layers", "encoder-decoder"
-    op = attention.op
-    shared = "" if op.kv_heads == op.heads else f" ({op.kv_heads} for keys and values)"
+    heads = dict.fromkeys(
+        counted(own.n_heads, "head")
+        + ("" if own.kv_heads == own.n_heads else f" ({own.kv_heads} for keys and values)")
+        for own in model.decoder.attentions().values()
+    )
     norm = next(part.title for part in layer.parts if part.kind == "norm")
     return [
         f"model: {kind}, {total:,} parameters{active}, {shape} of width {model.d_model}, "
-        f"{counted(op.heads, 'head')}{shared}",
+        f"{' and '.join(heads) or 'no attention'}",
         f"parts: {_feed_words(feed)}, {norm} {PLACEMENTS[_placement(layer)]}, "
         f"{model.positions()[0].summary}; vocabulary {model.vocab_size:,}, "
         f"up to {model.max_seq_len:,} tokens",
