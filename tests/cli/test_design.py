@@ -14,7 +14,6 @@ import glassformer as gf
 from glassformer.adapters.counterpart import differences
 from glassformer.budget.infeasible import Infeasible, InfeasibleBudget
 from glassformer.budget.question import Budget
-from glassformer.cli import main as command
 from glassformer.lab.recipes import read_config
 from glassformer.models.model import build
 from glassformer.quant.contents import quantization_report
@@ -53,20 +52,6 @@ SMALL = (
     "--batch",
     "4",
 )
-
-
-@pytest.fixture
-def glass(capsys, monkeypatch):
-    """The command in this process: exit code, stdout, stderr."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["glass", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 @pytest.mark.parametrize("untied", [(), ("--untied",)])

@@ -6,7 +6,6 @@ import types
 import pytest
 
 from glassformer.lab.smallbench.suite import BITS, EXAMS
-from tests.cli.test_train import glass  # noqa: F401  a fixture
 
 LM = (
     f"task.path={types.__file__}",
@@ -30,7 +29,7 @@ def runs(tmp_path_factory):
     return place
 
 
-def test_a_run_is_scored_and_keeps_the_result(glass, runs):  # noqa: F811
+def test_a_run_is_scored_and_keeps_the_result(glass, runs):
     command = ("evaluate", "lm", "--suite=smallbench", f"--runs={runs}", "--items=16")
     code, out, _ = glass(*command, "--json")
     assert code == 0
@@ -44,7 +43,7 @@ def test_a_run_is_scored_and_keeps_the_result(glass, runs):  # noqa: F811
     assert len(table.splitlines()) == 1 + len(found["scores"]) + 1
 
 
-def test_some_exams_and_another_seed(glass, runs):  # noqa: F811
+def test_some_exams_and_another_seed(glass, runs):
     some = ("evaluate", "lm", "--suite=smallbench", f"--runs={runs}", "--tasks=recall,fsm")
     code, out, _ = glass(*some, "--items=16", "--seed=3", "--json")
     found = json.loads(out)
@@ -53,7 +52,7 @@ def test_some_exams_and_another_seed(glass, runs):  # noqa: F811
     assert found["seed"] == 3
 
 
-def test_a_vocabulary_of_symbols_is_offered_nothing(glass, runs):  # noqa: F811
+def test_a_vocabulary_of_symbols_is_offered_nothing(glass, runs):
     code, out, _ = glass("evaluate", "parity", "--suite=smallbench", f"--runs={runs}", "--json")
     assert code == 0
     rows = json.loads(out)["scores"]
@@ -73,19 +72,19 @@ def test_a_vocabulary_of_symbols_is_offered_nothing(glass, runs):  # noqa: F811
         (("nowhere", "--suite=smallbench"), ("nowhere",)),
     ],
 )
-def test_bad_wishes(glass, runs, arguments, words):  # noqa: F811
+def test_bad_wishes(glass, runs, arguments, words):
     code, _, err = glass("evaluate", *arguments, f"--runs={runs}")
     assert code == 2
     for word in words:
         assert word in err
 
 
-def test_without_a_suite_the_options_of_none_are_asked_for(glass, runs):  # noqa: F811
+def test_without_a_suite_the_options_of_none_are_asked_for(glass, runs):
     code, out, _ = glass("evaluate", "digits", f"--runs={runs}", "--json")
     assert code == 0 and 0 <= json.loads(out)["accuracy"] <= 1
 
 
-def test_the_listing_shows_the_suites_and_the_recipes(glass, runs):  # noqa: F811
+def test_the_listing_shows_the_suites_and_the_recipes(glass, runs):
     found = json.loads(glass("list", f"--runs={runs}", "--json")[1])
     assert "smallbench" in found["suites"]
     assert {"lm", "lm-modern", "lm-10m"} <= set(found["tasks"])

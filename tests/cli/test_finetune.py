@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from glassformer.store.rundir import RunDirectory
 from tests.adapters.folders import write_model
-from tests.cli.test_train import RESULT, glass
+from tests.cli.test_train import RESULT
 from tests.lab.test_finetune import hashes, tally
 
-assert glass  # a fixture
 SHORT = ("task.length=90", "train.steps=4", "train.checkpoint_every=2", "train.evaluate_every=2")
 
 

@@ -1,12 +1,10 @@
 """`glass inspect` as a person and a script meet it: what is said is what the lens computes."""
 
 import json
-import sys
 
 import pytest
 
 from glassformer.adapters.load import load
-from glassformer.cli import main as command
 from glassformer.cli.verbs import inspect
 from glassformer.cli.verbs.inspect import Options
 from tests.adapters import folders
@@ -28,23 +26,13 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def glass(capsys, monkeypatch, runs):
-    """The command in this process over these runs: exit code, stdout, stderr."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["glass", "inspect", *map(str, words), "--runs", str(runs)]
-        )
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return run
+def shown(glass, runs):
+    """`glass inspect` over these runs."""
+    return lambda *words: glass("inspect", *words, "--runs", runs)
 
 
-def test_the_terminal_says_what_the_lens_computes(glass, runs):
-    code, out, err = glass("digits", "MAX 3 1", "--target", "3")
+def test_the_terminal_says_what_the_lens_computes(shown, runs):
+    code, out, err = shown("digits", "MAX 3 1", "--target", "3")
     assert code == 0 and err.startswith("\nnext:\n")
     seen = load(runs / "digits").eval().inspect("MAX 3 1", target="3")
     assert f"loss {seen.loss:.4f}" in out
@@ -58,17 +46,17 @@ def test_the_terminal_says_what_the_lens_computes(glass, runs):
     assert f"{float(seen.norms.residual[0, -1]):.2f}" in out
 
 
-def test_the_head_asked_for_is_shown(glass):
+def test_the_head_asked_for_is_shown(shown):
     for words in (("--layer", 1, "--head", 0), ("--head", "L1H0")):
-        assert "attention L1H0 (as requested)" in glass("digits", "MAX 3 1", *words)[1]
-    assert "attention L0 mean (the mean" in glass("digits", "MAX 3 1", "--layer", 0)[1]
-    assert "attention cross.L" in glass("reverse", "3 1 4", "--kind", "cross")[1]
-    assert "source    3 1 4 EOS" in glass("reverse", "3 1 4")[1]
-    assert "head 'next'" in glass("machine", "a b")[1]
+        assert "attention L1H0 (as requested)" in shown("digits", "MAX 3 1", *words)[1]
+    assert "attention L0 mean (the mean" in shown("digits", "MAX 3 1", "--layer", 0)[1]
+    assert "attention cross.L" in shown("reverse", "3 1 4", "--kind", "cross")[1]
+    assert "source    3 1 4 EOS" in shown("reverse", "3 1 4")[1]
+    assert "head 'next'" in shown("machine", "a b")[1]
 
 
-def test_ablation_is_the_lens_own(glass, runs):
-    code, out, _ = glass("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0", "--json")
+def test_ablation_is_the_lens_own(shown, runs):
+    code, out, _ = shown("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0", "--json")
     found = json.loads(out)
     before = load(runs / "digits").eval().inspect("MAX 3 1", target="3")
     ablation = before.ablate("L1H0")
@@ -78,12 +66,12 @@ def test_ablation_is_the_lens_own(glass, runs):
     assert found["loss"] == pytest.approx(ablation.after.loss, abs=1e-7)
     assert found["ablated"] == ["L1H0"]
     assert {row["head"] for row in found["ranking"]} == {"L0H0", "L0H1", "L1H1"}
-    text = glass("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0")[1]
+    text = shown("digits", "MAX 3 1", "--target", "3", "--ablate", "L1H0")[1]
     assert f"without L1H0: loss {ablation.loss_change:+.4f}" in text
 
 
-def test_json_holds_the_chosen_map_and_the_answers(glass, runs):
-    found = json.loads(glass("digits", "MAX 3 1", "--head", "L0H1", "--top", 3, "--json")[1])
+def test_json_holds_the_chosen_map_and_the_answers(shown, runs):
+    found = json.loads(shown("digits", "MAX 3 1", "--head", "L0H1", "--top", 3, "--json")[1])
     seen = load(runs / "digits").eval().inspect("MAX 3 1")
     assert found["attention"]["head"] == "L0H1"
     assert found["attention"]["weights"] == seen.attention[0, 1].tensor.tolist()
@@ -92,61 +80,61 @@ def test_json_holds_the_chosen_map_and_the_answers(glass, runs):
     assert found["loss"] is None
 
 
-def test_another_model_is_compared(glass, runs, tmp_path):
+def test_another_model_is_compared(shown, runs, tmp_path):
     asked = ("digits", "MAX 3 1", "--target", "3", "--head", "L1H0", "--against", "other")
     here, there = (
         load(runs / run).eval().inspect("MAX 3 1", target="3") for run in ("digits", "other")
     )
     apart = here.attention[1, 0].tensor - there.attention[1, 0].tensor
     beside = here.compare(there)
-    code, out, err = glass(*asked)
+    code, out, err = shown(*asked)
     assert code == 0 and err.startswith("\nnext:\n")
     assert f"loss there {there.loss:.4f}   KL(there || here) {beside.kl:.4f}" in out
     assert "L1H0 minus other's" in out
     for value in apart.flatten().tolist():
         assert f"{value:+.3f}" in out
-    found = json.loads(glass(*asked, "--json")[1])["against"]
+    found = json.loads(shown(*asked, "--json")[1])["against"]
     assert found["difference"] == apart.tolist()
     assert (found["loss"], found["kl"]) == (there.loss, beside.kl)
     assert found["shares"] == list(beside.shares)
-    assert json.loads(glass("digits", "MAX 3 1", "--json")[1])["against"] is None
+    assert json.loads(shown("digits", "MAX 3 1", "--json")[1])["against"] is None
     # without a head the one that matters most here; with --layer a mean
     best = here.ranking().heads[0]
     assert (
         f"{best} minus other's"
-        in glass("digits", "MAX 3 1", "--target", "3", "--against", "other")[1]
+        in shown("digits", "MAX 3 1", "--target", "3", "--against", "other")[1]
     )
     mean = here.attention.mean(1).tensor - there.attention.mean(1).tensor
     words = ("digits", "MAX 3 1", "--layer", 1, "--against", "other", "--json")
-    assert json.loads(glass(*words)[1])["against"]["difference"] == mean.tolist()
+    assert json.loads(shown(*words)[1])["against"]["difference"] == mean.tolist()
     # heads are silenced here, and not there
-    code, out, _ = glass(*asked, "--ablate", "L0H0", "--json")
+    code, out, _ = shown(*asked, "--ablate", "L0H0", "--json")
     silent = here.ablate("L0H0").after
     assert json.loads(out)["against"]["kl"] == pytest.approx(silent.compare(there).kl, abs=1e-7)
     for ending in ("png", "svg", "html", "json"):
-        assert glass(*asked, "-o", tmp_path / f"apart.{ending}")[0] == 0
+        assert shown(*asked, "-o", tmp_path / f"apart.{ending}")[0] == 0
     assert "minus other" in (tmp_path / "apart.html").read_text()
 
 
-def test_models_of_other_tokens_are_not_compared(glass):
-    code, out, err = glass("digits", "MAX 3 1", "--against", "machine")
+def test_models_of_other_tokens_are_not_compared(shown):
+    code, out, err = shown("digits", "MAX 3 1", "--against", "machine")
     assert (code, out) == (2, "")
     assert "'MAX' is not in" in err
-    code, _, err = glass("digits", "MAX 3 1", "--against", "wide", "--head", "L1H0")
+    code, _, err = shown("digits", "MAX 3 1", "--against", "wide", "--head", "L1H0")
     assert code == 2
     assert "no head L1H0" in err and "hint: L0H0 to L0H1" in err
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "html", "json"])
-def test_files_of_every_kind(glass, tmp_path, ending):
+def test_files_of_every_kind(shown, tmp_path, ending):
     target = tmp_path / f"look.{ending}"
-    code, out, err = glass("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
+    code, out, err = shown("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
     assert code == 0 and "attention L1H0" in out, "what is saved is also printed"
     assert f"saved {target}" in err
     first = target.read_bytes()
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype", "json": b"{"}
     assert first.startswith(begins[ending])
-    glass("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
+    shown("digits", "MAX 3 1", "--target", 3, "--ablate", "L0H0", "-o", target)
     assert target.read_bytes() == first
     if ending == "json":
         assert len(json.loads(first)["attention"]["self"]) == 2
@@ -175,16 +163,16 @@ def test_files_of_every_kind(glass, tmp_path, ending):
         (("MAX " + "1 " * 99,), "101", "shorten"),
     ],
 )
-def test_bad_input_is_told_with_a_hint(glass, words, what, hint):
-    code, out, err = glass("digits", *words)
+def test_bad_input_is_told_with_a_hint(shown, words, what, hint):
+    code, out, err = shown("digits", *words)
     assert (code, out) == (2, "")
     assert what in err
     assert hint in err.partition("hint:")[2]
     assert len(err.strip().splitlines()) <= 3
 
 
-def test_a_model_that_is_not_there_is_told(glass):
-    code, _, err = glass("nothing", "MAX 3 1")
+def test_a_model_that_is_not_there_is_told(shown):
+    code, _, err = shown("nothing", "MAX 3 1")
     assert code == 2
     assert "hint:" in err
 
@@ -202,21 +190,21 @@ def test_a_long_line_gives_the_strongest_cells_and_plain_signs_where_there_are_n
     assert inspect.result_text(short).isascii()
 
 
-def test_every_head_may_be_silent(glass, tmp_path):
+def test_every_head_may_be_silent(shown, tmp_path):
     every = [word for name in ("L0H0", "L0H1", "L1H0", "L1H1") for word in ("--ablate", name)]
-    code, out, _ = glass("digits", "MAX 3 1", *every)
+    code, out, _ = shown("digits", "MAX 3 1", *every)
     assert code == 0
     assert "every head is ablated: there is none left to rank" in out
-    code, out, _ = glass("digits", "MAX 3 1", *every, "--json")
+    code, out, _ = shown("digits", "MAX 3 1", *every, "--json")
     assert (code, json.loads(out)["ranking"]) == (0, [])
-    assert glass("digits", "MAX 3 1", *every, "-o", tmp_path / "silent.html")[0] == 0
+    assert shown("digits", "MAX 3 1", *every, "-o", tmp_path / "silent.html")[0] == 0
 
 
-def test_a_hugging_face_folder(glass, tmp_path):
+def test_a_hugging_face_folder(shown, tmp_path):
     place = folders.write_model(tmp_path / "model")
-    code, out, _ = glass(place, "The cat жq", "--target", " sat", "--json")
+    code, out, _ = shown(place, "The cat жq", "--target", " sat", "--json")
     seen = load(place).inspect("The cat жq", target=" sat")
     assert code == 0
     assert json.loads(out)["loss"] == seen.loss
     assert json.loads(out)["words"] == list(seen.words)
-    assert glass(place, "")[0] == 2
+    assert shown(place, "")[0] == 2

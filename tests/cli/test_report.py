@@ -2,11 +2,9 @@
 
 import csv
 import json
-import sys
 
 import pytest
 
-from glassformer.cli import main as command
 from glassformer.lab.api import evaluate
 from glassformer.lab.runs.curves import read_curves
 from tests.lab.runs import trained
@@ -24,20 +22,11 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def glass(capsys, monkeypatch, runs):
-    """A verb in this process over these runs: exit code, stdout, stderr."""
-
-    def run(verb: str, *words: object) -> tuple[int, str, str]:
-        said = ["glass", verb, *map(str, words)]
-        monkeypatch.setattr(
-            sys, "argv", said if verb == "lr-find" else [*said, "--runs", str(runs)]
-        )
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return run
+def verb(glass, runs):
+    """A verb over these runs."""
+    return lambda verb, *words: glass(
+        verb, *words, *(() if verb == "lr-find" else ("--runs", runs))
+    )
 
 
 def table_of(path):
@@ -45,15 +34,15 @@ def table_of(path):
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-def test_a_report_lies_in_the_runs_folder_or_where_it_is_wanted(glass, runs, tmp_path):
-    code, out, err = glass("report", "one", "--no-verify")
+def test_a_report_lies_in_the_runs_folder_or_where_it_is_wanted(verb, runs, tmp_path):
+    code, out, err = verb("report", "one", "--no-verify")
     assert code == 0
     text = (runs / "one" / "report.html").read_text(encoding="utf-8")
     assert str(runs / "one" / "report.html") in out
     assert f"{len(text.encode()):,} bytes" in out
     assert "Curves" in err
     found = json.loads(
-        glass("report", "one@last", "--no-verify", "-o", tmp_path / "x.html", "--json")[1]
+        verb("report", "one@last", "--no-verify", "-o", tmp_path / "x.html", "--json")[1]
     )
     assert found == {
         "report": str(tmp_path / "x.html"),
@@ -62,37 +51,37 @@ def test_a_report_lies_in_the_runs_folder_or_where_it_is_wanted(glass, runs, tmp
     assert "No checks were requested" in text
 
 
-def test_curves_in_the_terminal(glass, monkeypatch):
+def test_curves_in_the_terminal(verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
-    code, out, _ = glass("report", "one", "--curves")
+    code, out, _ = verb("report", "one", "--curves")
     assert code == 0
     assert "loss over step" in out
     assert "val.loss" in out
     assert max(map(len, out.split("\n"))) <= 70
-    both = glass("report", "one", "two", "--x", "tokens", "--smooth", 5)[1]
+    both = verb("report", "one", "two", "--x", "tokens", "--smooth", 5)[1]
     assert "loss over tokens trained on" in both
     assert "one" in both
     assert "two" in both
     assert "centred mean over 5 points" in both
 
 
-def test_curves_as_files(glass, runs, tmp_path):
+def test_curves_as_files(verb, runs, tmp_path):
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         target = tmp_path / f"curves.{ending}"
-        assert glass("report", "one", "two", "-o", target, "--linear")[0] == 0
+        assert verb("report", "one", "two", "-o", target, "--linear")[0] == 0
         assert target.read_bytes().startswith(begin)
     target = tmp_path / "curves.csv"
-    assert glass("report", "one", "two", "-o", target)[0] == 0
+    assert verb("report", "one", "two", "-o", target)[0] == 0
     rows = table_of(target)
     assert {row["run"] for row in rows} == {"one", "two"}
     losses = [float(row["loss"]) for row in rows if row["run"] == "one"]
     assert losses == read_curves(runs / "one")["loss"].value.tolist()
-    glass("report", "one", "-o", target, "--series", "lr")
+    verb("report", "one", "-o", target, "--series", "lr")
     assert table_of(target)[0].keys() == {"run", "step", "tokens", "seconds", "lr"}
 
 
-def test_curves_as_json(glass, runs):
-    found = json.loads(glass("report", "one", "--curves", "--json", "--series", "loss")[1])
+def test_curves_as_json(verb, runs):
+    found = json.loads(verb("report", "one", "--curves", "--json", "--series", "loss")[1])
     (one,) = found["runs"]
     assert one["run"] == "one"
     assert one["series"]["loss"]["value"] == read_curves(runs / "one")["loss"].value.tolist()
@@ -119,8 +108,8 @@ def test_curves_as_json(glass, runs):
         (("nothing", "--curves"), "no folder nothing"),
     ],
 )
-def test_bad_input_is_told(glass, words, what):
-    code, out, err = glass("report", *words)
+def test_bad_input_is_told(verb, words, what):
+    code, out, err = verb("report", *words)
     assert (code, out) == (2, "")
     assert what in err
     assert len(err.strip().splitlines()) <= 3
@@ -129,9 +118,9 @@ def test_bad_input_is_told(glass, words, what):
 # --- evaluate and lr-find -------------------------------------------------------------------------
 
 
-def test_evaluate_shows_and_writes_what_was_taken_for_what(glass, runs, tmp_path):
+def test_evaluate_shows_and_writes_what_was_taken_for_what(verb, runs, tmp_path):
     target = tmp_path / "confusion.csv"
-    code, out, _ = glass("evaluate", "one", "-o", target)
+    code, out, _ = verb("evaluate", "one", "-o", target)
     assert code == 0
     assert "operation asked (rows), answered as (columns), per cent of the row" in out
     assert "right answer (rows)" in out
@@ -142,29 +131,29 @@ def test_evaluate_shows_and_writes_what_was_taken_for_what(glass, runs, tmp_path
         assert int(row["count"]) == table[row["group"]][row["asked"]].get(row["answered"], 0)
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         target = tmp_path / f"confusion.{ending}"
-        assert glass("evaluate", "one", "-o", target, "--json")[0] == 0
+        assert verb("evaluate", "one", "-o", target, "--json")[0] == 0
         assert target.read_bytes().startswith(begin)
 
 
-def test_a_task_without_confusion_says_so(glass, tmp_path):
-    code, _, err = glass("evaluate", "machine", "-o", tmp_path / "x.png")
+def test_a_task_without_confusion_says_so(verb, tmp_path):
+    code, _, err = verb("evaluate", "machine", "-o", tmp_path / "x.png")
     assert code == 2
     assert "nothing can be confused" in err
-    assert glass("evaluate", "one", "-o", "x.gif")[0] == 2
+    assert verb("evaluate", "one", "-o", "x.gif")[0] == 2
     assert (
-        "of a run's own task" in glass("evaluate", "one", "--suite", "smallbench", "-o", "x.png")[2]
+        "of a run's own task" in verb("evaluate", "one", "--suite", "smallbench", "-o", "x.png")[2]
     )
 
 
-def test_lr_find_draws_its_curve(glass, tmp_path):
+def test_lr_find_draws_its_curve(verb, tmp_path):
     small = ("task.examples=200", "model.d_model=8", "train.batch_size=8")
     target = tmp_path / "rates.png"
-    code, out, _ = glass("lr-find", "digits", *small, "-o", target)
+    code, out, _ = verb("lr-find", "digits", *small, "-o", target)
     assert code == 0
     assert "! is the suggestion" in out
     assert "glass train digits" in out
     assert target.read_bytes().startswith(b"\x89PNG")
     target = tmp_path / "rates.csv"
-    found = json.loads(glass("lr-find", "digits", *small, "-o", target, "--json")[1])
+    found = json.loads(verb("lr-find", "digits", *small, "-o", target, "--json")[1])
     rows = [[float(cell) for cell in row.values()] for row in table_of(target)]
     assert rows == found["curve"]

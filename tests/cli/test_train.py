@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from glassformer.cli import main as command
 from glassformer.cli.shell.process import ending_at_once
 from glassformer.lab.api import train
 from glassformer.lab.recipes import RECIPES
@@ -37,20 +36,6 @@ SMALL = (
     "train.checkpoint_every=10",
 )
 RESULT = {"run", "steps", "loss", "val_loss", "val_accuracy", "seconds"}
-
-
-@pytest.fixture
-def glass(capsys, monkeypatch):
-    """The command in this process: exit code, stdout, stderr."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["glass", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 def started(*words: object) -> "subprocess.Popen[str]":

@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-from tests.cli.test_train import glass  # noqa: F401
-
 TINY = (
     "task.examples=600",
     "task.pieces=300",
@@ -17,7 +15,7 @@ TINY = (
 
 
 @pytest.mark.parametrize("engine", ["torch", "numpy"])
-def test_train_evaluate_and_generate(glass, tmp_path, engine):  # noqa: F811
+def test_train_evaluate_and_generate(glass, tmp_path, engine):
     runs = ("--runs", tmp_path)
     code, _, err = glass("train", "translate", *TINY, "--engine", engine, *runs)
     assert code == 0, err
@@ -34,13 +32,13 @@ def test_train_evaluate_and_generate(glass, tmp_path, engine):  # noqa: F811
     assert len(json.loads(out)["tokens"]) <= 3
 
 
-def test_it_is_listed(glass, tmp_path):  # noqa: F811
+def test_it_is_listed(glass, tmp_path):
     code, out, _ = glass("list", "--runs", tmp_path)
     assert code == 0
     assert "translate" in out
 
 
-def test_without_the_extra_the_command_to_install_it_is_told(glass, tmp_path, monkeypatch):  # noqa: F811
+def test_without_the_extra_the_command_to_install_it_is_told(glass, tmp_path, monkeypatch):
     plain = builtins.__import__
 
     def without(name, *rest):
