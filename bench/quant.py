@@ -47,7 +47,6 @@ from glassformer.adapters.executors import fastest_stepper
 from glassformer.adapters.load import load
 from glassformer.adapters.native import NativeAdapter
 from glassformer.data.batch import Batch
-from glassformer.generation.native.arrays import NativePast
 from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import TorchStepper
 from glassformer.generation.streaming import generate_batch
@@ -453,7 +452,7 @@ def caches(asked: argparse.Namespace, *, device: str = "cpu") -> Iterator[dict[s
 def _behind(model: Model, context: int, kv_cache: KVCache) -> Side:
     """A call that reads some tokens, one by one, behind a context, and takes them back."""
     stepper = NativeStepper(model, kv_cache=kv_cache)
-    past = stepper.empty_past(1, room=context + STEPS)
+    past = stepper.empty(1, room=context + STEPS)
     stepper.pages.numbers[:] = 0  # memory that was never written would be one page of zeros
     past.own.reserve(context + STEPS)
     past.own.length[:] = context
@@ -462,7 +461,7 @@ def _behind(model: Model, context: int, kv_cache: KVCache) -> Side:
     def call() -> None:
         for _ in range(STEPS):
             stepper.step(token, past=past)
-        past.cut([context])
+        past.rewind([context])
 
     return call
 
@@ -737,10 +736,7 @@ def _step(stepper: TorchStepper | NativeStepper) -> Side:
     token = torch.zeros(1, dtype=torch.long)
 
     def step() -> object:
-        if isinstance(past, NativePast):
-            past.cut([PAST])
-        else:
-            past.cache.cut(PAST)
+        past.rewind([PAST])
         return stepper.step(token, past=past)
 
     return step

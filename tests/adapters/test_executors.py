@@ -17,7 +17,6 @@ from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.slots import OneByOneSlots
 from glassformer.generation.stepper import TorchStepper
 from glassformer.gpu import derived_step
-from glassformer.models.stepping import RewindingStepper
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.decoding import StepSpec
@@ -73,8 +72,8 @@ def test_weights_of_its_own_need_room():
 def test_guesses_and_slots_need_steps_that_can_be_taken_back():
     """A recorded step is one decoding at a time, and reads one token."""
     model = checks.single("rotary")
-    assert isinstance(make_stepper(model, StepSpec(speculate=True)).inner, RewindingStepper)
+    assert not make_stepper(model, StepSpec(speculate=True)).inner.forward_only
     assert isinstance(rewinding_stepper(built(checks.SPECS["rotary"])), TorchStepper)  # float64
     both = built(presets.seq2seq(d_model=64, n_heads=4, n_layers=2, vocab_size=97))
     slots = make_slots(both, lambda: pytest.fail("not ours"), both.spec, slots=2)
-    assert isinstance(slots, OneByOneSlots) and isinstance(slots.stepper, RewindingStepper)
+    assert isinstance(slots, OneByOneSlots) and not slots.stepper.forward_only

@@ -7,7 +7,6 @@ from tests.planting import (
     Choice,
     Compare,
     Fault,
-    For,
     If,
     Keyword,
     Name,
@@ -116,11 +115,11 @@ FAULTS = (
     Fault("logits of another table", mutate("nn.heads:TiedHead.forward", Call("as_linear"), to="1.01 * {it}"), "tied head shares the embedding", "qwen"),
     Fault("answer read at the last column", mutate("nn.heads:read_out", Binary("-"), to="torch.full((len(x_BTD),), {left})"), "a batch = each sequence alone", "digits"),
     # cache
-    Fault("every sequence in the first slot", mutate("generation.slots:NativeSlots.read", Name("slot"), to="0"), COMPANY, "qwen"),
+    Fault("every sequence in the first slot", mutate("generation.slots:NativeSlots._taken_back", Name("slot", nth=1), to="0"), COMPANY, "qwen"),
     Fault("wrong guesses stay in the cache", mutate("generation.speculative:SpeculativePast.forget", Call("len"), drop=True), AHEAD, "qwen"),
     Fault("a kept prompt is taken whole", mutate("generation.native.prompt_cache:PromptCache.longest", Assign("shared"), to="min(len({args[0]}), len(prompt) - 1)"), KEPT, "qwen"),
-    Fault("cache one short", mutate("nn.cache:FixedCache.extend", Subscript("memory"), to="{value}[:, :, 1:end]"), CACHED, "core"),
-    Fault("scales stay where codes are moved", mutate("nn.cache:FixedCache.reorder", For("one", nth=1), to="{it}[::2]"), ROUNDED, "core"),
+    Fault("cache one short", mutate("spec.state:Columns.extend", Return(), to="tuple(held[:, :, 1:end] for held in self.held)"), CACHED, "core"),
+    Fault("scales stay where codes are moved", mutate("spec.state:Columns.take", Call("zip"), to="zip(self.held[::2], moved[::2], strict=True)"), ROUNDED, "core"),
     Fault("codes without their signs", mutate("nn.cache:from_int8", Binary("*"), part="left", to="{it}.abs()"), NATIVE_ROUNDED, "core"),
     # experts
     Fault("experts' weights not normalized", mutate("nn.experts:route", Binary("/"), to="{left} * 1.0"), GROUPED_EXPERTS),
@@ -154,7 +153,7 @@ FAULTS = (
     Fault("a batch is centred", mutate("quant.layers:QuantizedWeight.times", Call("product"), arg=0, to="{it} - 0.01 * {it}.mean(0)"), "quantized: a row is the same in any batch", "core"),
     Fault("levels transposed on disk", mutate("store.tensors:tensor_chunks", Call("array_of"), to="{it}.T"), "quantized: saved and loaded, same bits", "core"),
     # decoding
-    Fault("cached values are not written", mutate("nn.cache:FixedCache.extend", Call("zip"), to="zip({args[0]}[:1], new, strict=False)"), DECODING, "core"),
+    Fault("cached values are not written", mutate("spec.state:Columns.extend", Call("zip", nth=1), to="zip({args[0]}[:1], new, strict=False)"), DECODING, "core"),
     Fault("every token read twice", mutate("generation.stepper:TorchStepper._hidden", Subscript("shape"), to="2 * {it}"), ONE_TOKEN, "seq2seq"),
     Fault("logits a little too large", mutate("generation.stepper:TorchStepper._read", Return(), arg=0, to="1.0001 * {it}"), STEPS, "core"),
     Fault("a program without its final norm", mutate("generation.native.lowering:NativeProgram.head", Assign("at", nth=1), drop=True), NATIVE, "core"),

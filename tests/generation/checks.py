@@ -108,10 +108,9 @@ def paired_logits(
         tokens_B = b_BV.argmax(-1)
         assert torch.equal(a_BV.argmax(-1), tokens_B)
         if place in orders:
-            order_B = torch.tensor(orders[place])
-            past.reorder(order_B)
-            rows.reorder(order_B)
-            tokens_B = tokens_B[order_B]
+            past.reorder(orders[place])
+            rows.reorder(orders[place])
+            tokens_B = tokens_B[orders[place]]
         a_BV, b_BV = ours.step(tokens_B, past=past), naive.step(tokens_B, past=rows)
 
 

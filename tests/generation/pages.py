@@ -63,7 +63,7 @@ def attended(
         step.n_new, step.threads = count, 1
         assert c_library.library().glass_step(ctypes.addressof(step)) == 0
     rows.length[:] = -(-T // PAGE) * PAGE
-    return out, rows.full_pages(0)
+    return out, pages.numbers[rows.used(0)]
 
 
 def codes_and_scales(pages: "np.ndarray", T: int, K: int, H: int) -> list[tuple[Tensor, Tensor]]:

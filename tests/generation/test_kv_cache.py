@@ -15,7 +15,6 @@ from glassformer.costs.estimates import cache_bytes
 from glassformer.generation.beam import beam_search
 from glassformer.generation.native.arrays import ArrayStepper
 from glassformer.generation.native.lowering import PAGE, ArraySource
-from glassformer.generation.native.prompt_cache import model_digest
 from glassformer.generation.native.stepper import NativeStepper, unavailable
 from glassformer.generation.slots import NativeSlots, OneByOneSlots
 from glassformer.generation.speculative import SpeculativeStepper
@@ -25,7 +24,7 @@ from glassformer.generation.turns import Turns
 from glassformer.models.model import build
 from glassformer.models.prompts import Prompts
 from glassformer.models.stepping import Span
-from glassformer.models.weights import weights_of
+from glassformer.models.weights import model_digest, weights_of
 from glassformer.spec import presets
 from glassformer.spec.decoding import BeamSpec, DecodeSpec, StepSpec
 from glassformer.spec.errors import InputError
@@ -105,10 +104,7 @@ def test_plain_arrays_are_decoded_alike():
     arrays = ArrayStepper(SPEC, ArraySource(SPEC, weights_of(model)), kv_cache="int8")
     found = tokens_of(arrays, [list(ROW)])
     assert found == tokens_of(NativeStepper(model, kv_cache="int8"), [list(ROW)])
-    assert (
-        arrays.pages.page
-        == NativeStepper(model, kv_cache="int8").empty_past(1, room=1).own.pages.page
-    )
+    assert arrays.pages.page == NativeStepper(model, kv_cache="int8").empty(1).own.pages.page
 
 
 def test_guesses_change_no_token():
@@ -126,17 +122,17 @@ def test_guesses_change_no_token():
 def test_what_is_taken_back_is_as_if_it_had_not_been(make):
     stepper = make(model_of(), kv_cache="int8")
     _, past = stepper.start(Prompts((ROW[:20],)), room=9)
-    first = stepper.read_several([5, 6, 7], past=past).clone()
-    stepper.forget(3, past=past)
-    stepper.read_several([9, 9, 9, 9], past=past)
-    stepper.forget(4, past=past)
-    again = stepper.read_several([5, 6, 7], past=past)
+    first = stepper.extend([5, 6, 7], past=past, every=True).clone()
+    assert past.rewind([20]) == [20]
+    stepper.extend([9, 9, 9, 9], past=past, every=True)
+    assert past.rewind([20]) == [20]
+    again = stepper.extend([5, 6, 7], past=past, every=True)
     assert torch.equal(first, again)
 
 
 def test_kept_prompts_belong_to_one_form(tmp_path):
     model = model_of()
-    assert model_digest(model) != model_digest(model, kv_cache="int8")
+    assert model_digest(model, kind="float") != model_digest(model, kind="int8")
     for kv_cache in ("int8", "float"):
         want, _ = NativeStepper(model, kv_cache=kv_cache).start(Prompts((ROW,)), room=1)
         for reused in (0, 48):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,7 +101,8 @@ def long_rows_have_their_own_bits() -> None:
             stepper = NativeStepper(long(name), kv_cache=kv_cache)
             rows = [[(5 * i + r) % VOCAB for i in range(n)] for r, n in enumerate((150, 97, 3))]
             _, past = stepper.start(Prompts.of([row[:1] for row in rows]), room=200)
-            together = stepper.read_all([row[1:] for row in rows], past=past)
+            rest = [row[1:] for row in rows]
+            together = stepper.read(rest, past=past, chosen=np.arange(sum(map(len, rest))))
             alone = []
             for row in rows:
                 _, past = stepper.start(Prompts.of([row[:1]]), room=200)
@@ -118,7 +120,7 @@ def what_comes_later_is_not_read() -> None:
         with c_library.use_variant(variant):
             stepper = NativeStepper(model)
             _, past = stepper.start(Prompts.of([row[:1]]), room=99)
-            logits = stepper.read_all([row[1:] + [VOCAB - 1] * 5], past=past)
+            logits = stepper.extend(row[1:] + [VOCAB - 1] * 5, past=past, every=True)
             assert logits[: len(row) - 1].isfinite().all(), variant
             assert logits[len(row) - 1 :].isnan().all(), variant
 
@@ -412,11 +414,11 @@ def test_several_tokens_at_once_and_taken_back():
     model = checks.single("rotary")
     stepper, plain = NativeStepper(model), NaiveStepper(model)
     _, past = stepper.start(Prompts.of([[3, 1, 4], [1]]), room=9)
-    logits = stepper.read_all([[5, 9, 2], [7]], past=past)
+    logits = stepper.read([[5, 9, 2], [7]], past=past, chosen=np.arange(4))
     for place, row in enumerate(([3, 1, 4, 5], [3, 1, 4, 5, 9], [3, 1, 4, 5, 9, 2], [1, 7])):
         want_BV, _ = plain.start(Prompts.of([row]), room=1)
         assert float((logits[place] - want_BV[0]).abs().max()) <= 1e-5
-    past.cut([4, 1])
+    assert past.rewind([4, 1]) == [4, 1]
     logits = stepper.read([[8], [6, 2]], past=past)
     for place, row in enumerate(([3, 1, 4, 5, 8], [1, 6, 2])):
         want_BV, _ = plain.start(Prompts.of([row]), room=1)

@@ -1,15 +1,16 @@
 """Prompts on disk: the same bits, entries of one model only, nothing of a damaged file."""
 
+import numpy as np
 import pytest
 import torch
 
 import glassformer as gf
 from glassformer.data.tokenizers.vocab import Bytes
 from glassformer.generation.native import prompt_cache
-from glassformer.generation.native.prompt_cache import model_digest
 from glassformer.generation.native.stepper import NativeStepper
 from glassformer.models.model import build
 from glassformer.models.prompts import Prompts
+from glassformer.models.weights import model_digest
 from glassformer.quant.convert import quantize_model
 from glassformer.spec import presets
 from glassformer.spec.errors import FileError, InputError
@@ -67,8 +68,11 @@ def test_other_weights_are_another_model(tmp_path):
     one, other = model_of(), model_of(1)
     rounded = quantize_model(model_of(), QuantSpec(scheme=Int4()))
     again = quantize_model(model_of(1), QuantSpec(scheme=Int4()))
-    digests = [model_digest(model) for model in (one, other, model_of().bfloat16(), rounded, again)]
-    assert len(set(digests)) == 5 and model_digest(model_of()) == digests[0]
+    digests = [
+        model_digest(model, kind="")
+        for model in (one, other, model_of().bfloat16(), rounded, again)
+    ]
+    assert len(set(digests)) == 5 and model_digest(model_of(), kind="") == digests[0]
     start(model_of(), tmp_path, ROW)
     assert start(other, tmp_path, ROW)[1].reused == 0
     assert len(list(tmp_path.iterdir())) == 2
@@ -86,19 +90,27 @@ def test_changed_weights_are_noticed(tmp_path):
 
 
 def damaged(entry, change):
-    about, pages = read_metadata(entry), read_tensors(entry)["pages"].copy()
-    change(about, pages)
-    entry.write_bytes(tensor_bytes({"pages": about.pop("cut", pages)}, metadata=about))
+    about, arrays = read_metadata(entry), read_tensors(entry)
+    change(about, arrays)
+    entry.write_bytes(tensor_bytes(arrays, metadata=about))
+
+
+def changed_bytes(about, arrays):
+    arrays["own.pages"] = arrays["own.pages"] + np.uint8(1)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda about, pages: pages.__setitem__((1, 5), 7.0), "have changed"),
-        (lambda about, pages: about.update(tokens="1 2 3"), "3 tokens"),
-        (lambda about, pages: about.update(tokens="1 x"), "not numbers"),
-        (lambda about, pages: about.update(format="other"), "another model or format"),
-        (lambda about, pages: about.update(cut=pages[:1]), "does not have 3 pages"),
+        (changed_bytes, "have changed"),
+        (lambda about, arrays: about.update(tokens="1 2 3"), "3 tokens"),
+        (lambda about, arrays: about.update(tokens="1 x"), "not numbers"),
+        (lambda about, arrays: about.update(format="other"), "its format is other"),
+        (lambda about, arrays: about.update(model="0" * 32), "of another model.*000000000000"),
+        (
+            lambda about, arrays: about.update(tokens=" ".join(map(str, ROW[:16]))),
+            "does not have 1 pages",
+        ),
     ],
 )
 def test_a_damaged_entry_is_refused(change, said, tmp_path):

@@ -55,8 +55,8 @@ def test_ngrams_continue_as_before_and_into_themselves():
 def test_several_tokens_are_read_as_one_by_one_and_forgotten(make):
     stepper = make(small())
     _, past = stepper.start(Prompts.of([[3, 1, 4]]), room=9)
-    several_TV = stepper.read_several([5, 6, 7, 8], past=past)
-    stepper.forget(4, past=past)
+    several_TV = stepper.extend([5, 6, 7, 8], past=past, every=True)
+    past.rewind([length - 4 for length in past.lengths])
     single_TV = torch.cat(
         [stepper.step(torch.tensor([t]), past=past).clone() for t in (5, 6, 7, 8)]
     )

@@ -181,7 +181,7 @@ def test_a_vector_is_rounded_once_however_it_came(make):
         cache.advance(end - start, None)
         assert all(torch.equal(a, b[:, :, :end]) for a, b in zip(got, want, strict=True))
     rows = torch.tensor([2, 0, 0])
-    cache.cut(3)
+    assert cache.rewind([3, 3, 3]) == [3, 3, 3]
     cache.reorder(rows)
     got = cache.extend(0, k[rows][:, :, 3:5], v[rows][:, :, 3:5])
     assert all(torch.equal(a, b[rows][:, :, :5]) for a, b in zip(got, want, strict=True))

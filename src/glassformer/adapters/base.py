@@ -42,7 +42,7 @@ from glassformer.adapters.text_inputs import Words, inspect_text, question
 from glassformer.adapters.tokenizers.folder_tokenizer import end_ids, nameless_ids
 from glassformer.data.batch import Batch
 from glassformer.data.tokenizers.vocab import Tokenizer
-from glassformer.generation.stepper import Rows
+from glassformer.generation.stepper import Text
 from glassformer.generation.streaming import Generated, generate_batch
 from glassformer.lens.capture import tapped_model
 from glassformer.lens.heads import HeadName
@@ -576,22 +576,19 @@ class UncachedStepper(Stepper):
         self.forward = forward
         self.device = device
 
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Text]:
         """Read the prompts; nothing is reserved, whatever the room."""
-        tokens_BT, valid_BT = padded(prompts.tokens)
-        valid = None if valid_BT is None else torch.from_numpy(valid_BT).to(self.device)
-        past = Rows(torch.from_numpy(tokens_BT).to(self.device), valid, None, None)
+        past = Text(list(prompts.tokens))
         return self._read(past), past
 
-    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
+    def step(self, tokens_B: Tensor, *, past: Text) -> Tensor:
         """Add one token to each row, and run everything once more."""
-        new_B1 = tokens_B.to(self.device)[:, None]
-        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
-        if past.valid_BT is not None:
-            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
+        past.add(tokens_B)
         return self._read(past)
 
     @torch.no_grad()
-    def _read(self, past: Rows) -> Tensor:
-        self.positions += past.tokens_BT.shape[1]
-        return self.forward(past.tokens_BT, past.valid_BT)[:, -1]
+    def _read(self, past: Text) -> Tensor:
+        tokens_BT, valid_BT = padded(past.rows)
+        self.positions += tokens_BT.shape[1]
+        valid = None if valid_BT is None else torch.from_numpy(valid_BT).to(self.device)
+        return self.forward(torch.from_numpy(tokens_BT).to(self.device), valid)[:, -1]

@@ -17,7 +17,7 @@ from glassformer.gpu.recorded_slots import RecordedSlots
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.decodable import decodable
 from glassformer.models.model import Holder, Model
-from glassformer.models.stepping import RewindingStepper, Slots, Stepper
+from glassformer.models.stepping import Slots, Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -37,8 +37,8 @@ def fastest_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> St
     return rewinding_stepper(own, kv_cache=kv_cache)
 
 
-def rewinding_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> RewindingStepper:
-    """Return the fastest step whose decodings are independent and can take tokens back."""
+def rewinding_stepper(model: Model | Holder, *, kv_cache: KVCache = "float") -> Stepper:
+    """Return the fastest step whose decodings are independent and can be taken back."""
     own = decodable(model)
     if native.unavailable(own, kv_cache=kv_cache):
         return TorchStepper(own, kv_cache=kv_cache)

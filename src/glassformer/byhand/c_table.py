@@ -201,7 +201,7 @@ def _allow(step: Step, run: Run) -> tuple[bool, Array | None]:
 def _attend(step: Step, inputs: Sequence[Array], run: Run) -> Made:
     kind = step.kind
     # Scores and weights are nowhere as a whole, and earlier keys lie elsewhere.
-    if run.pasts is not None or run.context.taps is not None:
+    if run.state is not None or run.context.taps is not None:
         return _numpys(kinds.Attend).forward(step, inputs, run)
     q, k, v = inputs[:3]
     rows = run.rows(step)

@@ -16,12 +16,13 @@ from glassformer.byhand.loss import Losses, balance_slopes, head_losses, penalty
 from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.byhand.storage import Storage
-from glassformer.byhand.table import Past, Rows, Run, Table
+from glassformer.byhand.table import Rows, Run, Table
 from glassformer.spec import model as spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import check_fits, manifest
 from glassformer.spec.own import OwnPosition
 from glassformer.spec.program import program
+from glassformer.spec.state import Memories
 from glassformer.spec.train import LoRA, lora_manifest
 
 # B batch, T target length, S source length, D d_model, V logits
@@ -105,7 +106,7 @@ class Model:
         context: PassContext,
         *,
         made: Plan | None = None,
-        pasts: dict[str, Past] | None = None,
+        state: Memories | None = None,
     ) -> Run:
         """Return a pass over these rows."""
         made = self.plan if made is None else made
@@ -115,7 +116,7 @@ class Model:
             values=len(made.numbers),
             steps=len(made.steps),
             arena=self.arena,
-            pasts=pasts,
+            state=state,
         )
 
     # --- forward ------------------------------------------------------------------------------

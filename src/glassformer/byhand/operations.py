@@ -53,7 +53,7 @@ from glassformer.byhand.norm import (
     rms_norm_forward,
 )
 from glassformer.byhand.pass_context import Array
-from glassformer.byhand.table import Operation, Past, Run, Setting, Step, Table
+from glassformer.byhand.table import Operation, Run, Setting, Step, Table
 from glassformer.byhand.updates import adam_update, clip_global_norm, global_norm, sgd_update
 from glassformer.spec import program as kinds
 from glassformer.spec.own import OwnPosition
@@ -307,8 +307,8 @@ def _remember(step: Step, inputs: Sequence[Array], run: Run) -> tuple[Any, Any]:
     memory = step.op.memory
     assert memory is not None
     k_BKSH, v_BKSH = (_heads(x, step.kind.heads, step, run) for x in inputs)
-    if run.pasts is not None:
-        k_BKSH, v_BKSH = run.pasts.setdefault(memory, Past()).extend(k_BKSH, v_BKSH)
+    if run.state is not None:
+        k_BKSH, v_BKSH = run.state.of(memory).extend((k_BKSH, v_BKSH), state=run.state)
     run.memories[memory] = k_BKSH, v_BKSH
     for name, x in zip(step.op.taps, (k_BKSH, v_BKSH), strict=True):
         run.context.tap(name, x)

@@ -19,6 +19,7 @@ from glassformer.byhand.pass_context import Array, PassContext, Workspace
 from glassformer.spec.errors import InputError
 from glassformer.spec.lacking import Runs, lacks
 from glassformer.spec.program import Op, Program
+from glassformer.spec.state import Memories
 
 # B batch, T query length, S key length, M rows (B x T), W width, K key-value heads, H d_head
 
@@ -214,43 +215,10 @@ class Rows:
         return np.arange(self.keys)[None] if isinstance(found, slice) else found
 
 
-class Past:
-    """Keys and values of one memory while decoding, in room that doubles when it is full."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._k: Array | None = None
-        self._v: Array | None = None
-
-    def extend(self, k_BKTH: Array, v_BKTH: Array) -> tuple[Array, Array]:
-        """Append the new ones; return views of all so far."""
-        end = self.length + k_BKTH.shape[2]
-        self._k = self._with_room(self._k, k_BKTH, end)
-        self._v = self._with_room(self._v, v_BKTH, end)
-        self._k[:, :, self.length : end] = k_BKTH
-        self._v[:, :, self.length : end] = v_BKTH
-        self.length = end
-        return self._k[:, :, :end], self._v[:, :, :end]
-
-    def reorder(self, rows_B: Array) -> None:
-        """Make row b what row rows_B[b] was."""
-        assert self._k is not None and self._v is not None
-        self._k, self._v = self._k[rows_B], self._v[rows_B]
-
-    def _with_room(self, held: Array | None, new_BKTH: Array, end: int) -> Array:
-        if held is not None and held.shape[2] >= end:
-            return held
-        B, K, _, H = new_BKTH.shape
-        roomy = np.empty((B, K, 2 * end, H), new_BKTH.dtype)
-        if held is not None:
-            roomy[:, :, : self.length] = held[:, :, : self.length]
-        return roomy
-
-
 class Run:
     """One pass through a program: its values, caches, memories and gradients.
 
-    `pasts` are the memories of earlier tokens, by name; without them each pass has its own.
+    `state` remembers earlier tokens; without it each pass reads complete sequences.
     """
 
     def __init__(
@@ -261,7 +229,7 @@ class Run:
         values: int,
         steps: int,
         arena: Workspace,
-        pasts: dict[str, Past] | None = None,
+        state: Memories | None = None,
     ) -> None:
         self.context = context
         self.ws: Workspace = context.ws
@@ -269,7 +237,7 @@ class Run:
         self.values: list[Any] = [None] * values
         self.caches: list[Any] = [None] * steps
         self.memories: dict[str, tuple[Array, Array]] = {}
-        self.pasts = pasts
+        self.state = state
         #: The load-balancing loss of each mixture, by the part that it stands in.
         self.balances: dict[str, float] = {}
         # --- backward

@@ -233,7 +233,7 @@ def _search(
         for place, beam in enumerate(beams):
             beam.row = place
         if order != list(range(len(logits_RV))):
-            past.reorder(torch.tensor(order))
+            past.reorder(order)
         logits_RV, ahead = stepper.run_beams(chosen, past=past, run=_run(going, spec, made))
         if ahead:
             for made in _follow(going, ahead, made):  # noqa: B020  the steps go on from there

@@ -215,8 +215,8 @@ class _Batch:
         """Go on with these lines."""
         if len(stay) == len(self.going):
             return
+        self.past.reorder(stay)
         kept = self.chooser.array(np.array(stay, dtype=np.int64))
-        self.past.reorder(kept)
         if self.stepped:
             self.logits_BV = self.chooser.lines(self.logits_BV, kept)
         self.chooser.keep(kept)

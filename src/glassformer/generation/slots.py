@@ -8,6 +8,7 @@ step also however a prompt was cut into spans, and whether its beginning was com
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,11 @@ from glassformer.costs.estimates import cache_bytes
 from glassformer.generation.native.stepper import NativeStepper
 from glassformer.models.model import Holder, Model
 from glassformer.models.prompts import Prompts
-from glassformer.models.stepping import Past, Slots, Span, Stepper, wanted_rows
+from glassformer.models.stepping import Slots, Span, Stepper, wanted_rows
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.state import State
 
 # V vocab
 
@@ -49,15 +51,16 @@ class NativeSlots(Slots):
         super().__init__(spec, slots=slots, context=context or spec.max_seq_len)
         if spec.encoder is not None:
             raise InputError("slots need a decoder", hint="use OneByOneSlots")
-        self.past = self.stepper.empty_past(slots, room=self.max_seq_len)
+        self.past = self.stepper.empty(slots, room=self.max_seq_len)
 
     def read(self, spans: Sequence[Span]) -> Tensor:
-        rows = [span.slot for span in spans]
-        starts = [span.start for span in spans]
-        tokens = [span.tokens for span in spans]
-        logits: Tensor = self.stepper.read_some(
-            tokens, rows=rows, starts=starts, past=self.past, chosen=wanted_rows(spans)
-        )
+        rows, tokens = self._taken_back(spans), [span.tokens for span in spans]
+        logits: Tensor
+        if all(len(new) == 1 for new in tokens):  # the sequences go on, and no prompt is read
+            logits = self.stepper.step([new for (new,) in tokens], past=self.past, rows=rows)
+        else:
+            chosen = np.asarray(wanted_rows(spans))
+            logits = self.stepper.read(tokens, past=self.past, rows=rows, chosen=chosen)
         return logits
 
     def run_greedy(
@@ -69,16 +72,25 @@ class NativeSlots(Slots):
         closed: Sequence[int],
         seconds: float,
     ) -> list[list[int]]:
-        return self.stepper.run_some_greedy(
+        rows = self._taken_back(spans)
+        return self.stepper.run_greedy(
             [span.tokens[0] for span in spans],
-            rows=[span.slot for span in spans],
-            starts=[span.start for span in spans],
             past=self.past,
             count=count,
             ends=ends,
             closed=closed,
+            logprobs=False,
             seconds=seconds,
-        )
+            rows=rows,
+        )[0]
+
+    def _taken_back(self, spans: Sequence[Span]) -> list[int]:
+        """Take the slots of the spans back to where these begin; return the slots."""
+        lengths = self.past.lengths
+        for span in spans:
+            lengths[span.slot] = span.start
+        self.past.rewind(lengths)
+        return [span.slot for span in spans]
 
     def copy(self, source: int, target: int, *, length: int) -> None:
         self.past.own.share(source, target, length=length)
@@ -112,9 +124,8 @@ class OneByOneSlots(Slots):
     ) -> None:
         super().__init__(spec, slots=slots, context=context)
         self.stepper = stepper
-        self.pasts: list[Past | None] = [None] * slots
+        self.pasts: list[State | None] = [None] * slots
         self.sources: list[tuple[int, ...] | None] = [None] * slots
-        self._position = [0] * slots
         self._bytes = cache_bytes(spec, batch=slots, length=context, itemsize=4, kv_cache=kv_cache)
 
     def begin(self, slot: int, source: tuple[int, ...] | None) -> None:
@@ -126,7 +137,7 @@ class OneByOneSlots(Slots):
         return torch.cat([self._read(span) for span in spans])
 
     def _read(self, span: Span) -> Tensor:
-        if span.rows > 1:  # a stepper gives logits after the last token of what it reads
+        if span.rows > 1:  # a stepper gives logits after the last token of a prompt
             each = enumerate(span.tokens, start=span.start)
             return torch.cat([self._read(Span(span.slot, n, (t,))).clone() for n, t in each])
         if span.start == 0:

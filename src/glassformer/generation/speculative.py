@@ -14,15 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from glassformer.generation.samplers import forbid, greedy, likeliest, logprobs_of
+from glassformer.generation.turns import Turns
 from glassformer.models.prompts import Prompts
-from glassformer.models.stepping import RewindingStepper, Speculation, Stepper
+from glassformer.models.stepping import Speculation, Stepper
 from glassformer.spec.errors import InputError
+from glassformer.spec.state import State
 
 # B rows (1 while guesses are read), R tokens read at once, V vocab
 
@@ -87,41 +89,23 @@ class Draft(Protocol):
 class ModelDraft:
     """A text that another model of the same vocabulary continues, by its likeliest tokens."""
 
-    def __init__(self, stepper: RewindingStepper, ids: Iterable[int]) -> None:
-        self.stepper = stepper
+    def __init__(self, stepper: Stepper, ids: Iterable[int]) -> None:
+        self.stepper = Turns(stepper)  # wrong guesses are what a turn does not share with the text
         self.ids = list(ids)
-        self._past: Any = None
-        self._read: list[int] = []  # what the past holds: text, then guesses that may be wrong
 
     def add(self, ids: Iterable[int]) -> None:
         self.ids += ids
 
     def guess(self, count: int) -> list[int]:
-        count = min(count, self.stepper.max_seq_len - len(self.ids))
-        if count < 1:
+        room = self.stepper.max_seq_len - len(self.ids)
+        if min(count, room) < 1:
             return []
-        logits_1V = self._caught_up()
+        logits_1V, past = self.stepper.start(Prompts.of([self.ids]), room=room)
         guesses = [int(greedy(logits_1V))]
-        while len(guesses) < count:
-            logits_1V = self.stepper.step(torch.tensor(guesses[-1:]), past=self._past)
+        while len(guesses) < min(count, room):
+            logits_1V = self.stepper.step(torch.tensor(guesses[-1:]), past=past)
             guesses.append(int(greedy(logits_1V)))
-        self._read = self.ids + guesses[:-1]
         return guesses
-
-    def _caught_up(self) -> Tensor:
-        """Read what the past lacks of the text, without wrong guesses; logits after the last."""
-        if self._past is None:
-            room = self.stepper.max_seq_len - len(self.ids)
-            logits_1V, self._past = self.stepper.start(Prompts.of([self.ids]), room=room)
-            return logits_1V
-        same = 0
-        for ours, theirs in zip(self._read, self.ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        if same < len(self._read):
-            self.stepper.forget(len(self._read) - same, past=self._past)
-        return self.stepper.read_several(self.ids[same:], past=self._past)[-1:]
 
 
 class Pace:
@@ -162,15 +146,14 @@ class Pace:
 
 
 @dataclass(slots=True)
-class SpeculativePast:
-    """The inner past; for one row also its text and the guesses that were read, with logits.
+class SpeculativePast(State):
+    """The inner state; for one row also its text and the guesses that were read, with logits.
 
     `room` is the number of positions left. The last pass had `guessed` guesses, of which `right`
     have been chosen so far, and took `seconds`.
     """
 
-    inner: Any
-    stepper: Stepper
+    inner: State
     text: Draft | None
     room: int
     guesses: deque[tuple[int, Tensor]] = field(default_factory=deque)
@@ -186,22 +169,22 @@ class SpeculativePast:
     def forget(self) -> None:
         """Take back the guesses that were not chosen."""
         if self.guesses:
-            assert isinstance(self.stepper, RewindingStepper)
-            self.stepper.forget(len(self.guesses), past=self.inner)
+            (read,) = self.inner.lengths
+            self.inner.rewind([read - len(self.guesses)])
             self.guesses.clear()
 
-    def reorder(self, rows_B: Tensor) -> None:
-        if rows_B.tolist() != [0]:  # several rows from now on
+    def reorder(self, rows: Sequence[int]) -> None:
+        if list(rows) != [0]:  # several rows from now on
             self.forget()
             self.text = None
-        self.inner.reorder(rows_B)
+        self.inner.reorder(rows)
 
 
 class SpeculativeStepper(Stepper):
     """A stepper that reads guesses ahead, for one row at a time; `facts` are of the last prompt.
 
-    An inner stepper that cannot read several tokens and forget them is used as it is, and so it is
-    for several rows; `facts.why_not` then says so.
+    An inner stepper whose states only go forward is used as it is, and so it is for several rows;
+    `facts.why_not` then says so.
     """
 
     facts: Speculation
@@ -215,19 +198,18 @@ class SpeculativeStepper(Stepper):
     ) -> None:
         # The inner one has checked the spec.
         self.inner, self.clock = inner, clock
-        self.draft: RewindingStepper | None = None
+        self.draft = draft
         if draft is not None:
             if draft.vocab_size != inner.vocab_size or draft.source_vocab is not None:
                 raise InputError(
                     f"a draft model of {draft.vocab_size} tokens for one of {inner.vocab_size}",
                     hint="a decoder of the same tokenizer",
                 )
-            if not isinstance(draft, RewindingStepper):
+            if draft.forward_only:
                 raise InputError(
-                    f"a draft by {type(draft).__name__}, which reads one token at a time",
+                    f"a draft by {type(draft).__name__}, which {draft.forward_only}",
                     hint="a decoder of ours",
                 )
-            self.draft = draft
         self.vocab_size, self.max_seq_len = inner.vocab_size, inner.max_seq_len
         self.source_vocab = inner.source_vocab
         self.facts = Speculation()
@@ -245,8 +227,8 @@ class SpeculativeStepper(Stepper):
         logits_BV, past = self.inner.start(prompts, room=room)
         self._count()
         text: Draft | None = None
-        if not isinstance(self.inner, RewindingStepper):
-            self.facts.why_not = f"{type(self.inner).__name__} reads one token at a time"
+        if self.inner.forward_only:
+            self.facts.why_not = f"{type(self.inner).__name__} {self.inner.forward_only}"
         elif len(prompts) > 1:
             self.facts.why_not = f"{len(prompts)} rows at once"
         elif self.draft is not None:
@@ -254,7 +236,7 @@ class SpeculativeStepper(Stepper):
         else:
             sources = prompts.sources if self.source_vocab == self.vocab_size else None
             text = Ngrams([*(sources[0] if sources else ()), *prompts.tokens[0]])
-        return logits_BV, SpeculativePast(past, self.inner, text, room)
+        return logits_BV, SpeculativePast(past, text, room)
 
     def step(self, tokens_B: Tensor, *, past: SpeculativePast) -> Tensor:
         """Add one token: by a pass that reads guesses, too, or without one after a right guess."""
@@ -293,8 +275,8 @@ class SpeculativeStepper(Stepper):
         """Read a token and guesses after it; return the logits (1, V) after the token."""
         self.facts.passes += 1
         if guesses:
-            assert isinstance(self.inner, RewindingStepper)
-            logits_RV = self.inner.read_several([*tokens_B.tolist(), *guesses], past=past.inner)
+            read = [*tokens_B.tolist(), *guesses]
+            logits_RV = self.inner.extend(read, past=past.inner, every=True)
             past.guesses.extend(zip(guesses, logits_RV[1:].split(1), strict=True))
         else:
             logits_RV = self.inner.step(tokens_B, past=past.inner)

@@ -5,12 +5,14 @@ what the others are checked against; `HandStepper` runs the by-hand engine. The 
 and out, never stored on the model.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glassformer.byhand import cached_forward as byhand
@@ -18,38 +20,25 @@ from glassformer.byhand.model import Model as HandModel
 from glassformer.models.decodable import decodable, read_prompts
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import EncoderDecoder, Holder, Model
-from glassformer.models.prompts import Prompts, padded
-from glassformer.models.stepping import RewindingStepper, Stepper
+from glassformer.models.prompts import Ids, Prompts, padded
+from glassformer.models.stepping import Stepper
+from glassformer.models.weights import arrays_of, model_digest, tensor_of
 from glassformer.nn.cache import FixedCache, GrowingCache
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
+from glassformer.spec.serialize import to_json
+from glassformer.spec.state import State
 
 # B batch, T length, S source length, D d_model, V vocab
 
 
-def _row(held: Tensor | None, rows_B: Tensor) -> Tensor | None:
-    return None if held is None else held[rows_B]
+class TorchStepper(Stepper):
+    """A model with a cache: reads the prompt once, then one new token per row and step.
 
+    After an encoder, the cache has its output as `cross["source"]`, and which of it is real.
+    """
 
-@dataclass(slots=True)
-class TorchPast:
-    """A cache; after an encoder also its output and which of its positions are real."""
-
-    cache: FixedCache | GrowingCache
-    device: torch.device
-    memory_BSD: Tensor | None = None
-    memory_valid_BS: Tensor | None = None
-
-    @torch.no_grad()
-    def reorder(self, rows_B: Tensor) -> None:
-        rows_B = rows_B.to(self.device)
-        self.cache.reorder(rows_B)
-        self.memory_BSD = _row(self.memory_BSD, rows_B)
-        self.memory_valid_BS = _row(self.memory_valid_BS, rows_B)
-
-
-class TorchStepper(RewindingStepper):
-    """A model with a cache: reads the prompt once, then one new token per row and step."""
+    forward_only = ""
 
     def __init__(
         self,
@@ -63,67 +52,92 @@ class TorchStepper(RewindingStepper):
         self.cache, self.kv_cache = cache, kv_cache
 
     @torch.no_grad()
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, TorchPast]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, GrowingCache]:
         inputs = read_prompts(self.model, prompts)
-        length = inputs.tokens_BT.shape[1]
-        cache: FixedCache | GrowingCache = GrowingCache(kv_cache=self.kv_cache)
-        if self.cache == "fixed":
-            cache = FixedCache(length + room, kv_cache=self.kv_cache)
-        past = TorchPast(cache, inputs.tokens_BT.device)
+        past = self.empty(inputs.tokens_BT.shape[1] + room)
         if isinstance(self.model, EncoderDecoder):
-            past.memory_BSD = self.model.encode(inputs)
-            past.memory_valid_BS = inputs.source_valid_BS
+            held = (self.model.encode(inputs), inputs.source_valid_BS)
+            past.cross["source"] = tuple(one for one in held if one is not None)
             self.encoder_calls += 1
         return self._read(inputs.tokens_BT, inputs.valid_BT, past), past
 
-    @torch.no_grad()
-    def step(self, tokens_B: Tensor, *, past: TorchPast) -> Tensor:
-        return self._read(tokens_B.to(past.device)[:, None], None, past)
+    def empty(self, room: int) -> GrowingCache:
+        """Return a state that has read nothing, with room for so many columns."""
+        if self.cache == "fixed":
+            return FixedCache(room, kv_cache=self.kv_cache)
+        return GrowingCache(kv_cache=self.kv_cache)
 
     @torch.no_grad()
-    def read_several(self, tokens: Sequence[int], *, past: TorchPast) -> Tensor:
-        """Add several tokens to the only row: next-token logits (T, V) after each."""
-        tokens_1T = torch.tensor([list(tokens)], device=past.device)
+    def step(self, tokens_B: Tensor, *, past: GrowingCache) -> Tensor:
+        return self._read(tokens_B[:, None], None, past)
+
+    @torch.no_grad()
+    def extend(self, tokens: Sequence[int], *, past: GrowingCache, every: bool = False) -> Tensor:
+        tokens_1T = torch.tensor([list(tokens)])
+        if not every:
+            return self._read(tokens_1T, None, past)
         return self.model.project(self._hidden(tokens_1T, None, past)[0], "next")
 
-    @torch.no_grad()
-    def extend(self, tokens: Sequence[int], *, past: TorchPast) -> Tensor:
-        """Add several tokens to the only row: next-token logits (1, V) after the last."""
-        return self._read(torch.tensor([list(tokens)], device=past.device), None, past)
+    def identity(self) -> str:
+        return model_digest(self.model, kind=f"torch {self.kv_cache}")
 
-    def forget(self, count: int, *, past: TorchPast) -> None:
-        """Take back the last tokens that were added."""
-        past.cache.cut(past.cache.length - count)
+    def stored(self, past: GrowingCache) -> dict[str, NDArray[Any]]:
+        return arrays_of(past.arrays())
 
-    def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
+    def restored(self, arrays: Mapping[str, NDArray[Any]], *, room: int) -> GrowingCache:
+        device = next(self.model.parameters()).device
+        past = self.empty(arrays["valid"].shape[1] + room)
+        past.fill({name: tensor_of(array).to(device) for name, array in arrays.items()})
+        return past
+
+    def _read(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: GrowingCache) -> Tensor:
         """Project the last column only: it holds every row's last token."""
         hidden_BTD = self._hidden(tokens_BT, valid_BT, past)
         return self.model.project(hidden_BTD[:, -1], "next")
 
-    def _hidden(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: TorchPast) -> Tensor:
+    def _hidden(self, tokens_BT: Tensor, valid_BT: Tensor | None, past: GrowingCache) -> Tensor:
         self.positions += tokens_BT.shape[1]
-        inputs = Inputs(tokens_BT, valid_BT, source_valid_BS=past.memory_valid_BS)
-        if isinstance(self.model, EncoderDecoder):
-            assert past.memory_BSD is not None
-            return self.model.decode(inputs, past.memory_BSD, cache=past.cache)
-        return self.model.hidden(inputs, cache=past.cache)
+        tokens_BT = tokens_BT.to(next(self.model.parameters()).device)
+        if not isinstance(self.model, EncoderDecoder):
+            return self.model.hidden(Inputs(tokens_BT, valid_BT), cache=past)
+        memory_BSD, *masks = past.cross["source"]
+        inputs = Inputs(tokens_BT, valid_BT, source_valid_BS=masks[0] if masks else None)
+        return self.model.decode(inputs, memory_BSD, cache=past)
 
 
 @dataclass(slots=True)
-class Rows:
-    """All token ids read so far."""
+class Text(State):
+    """All token ids read so far, of steppers that read everything again."""
 
-    tokens_BT: Tensor
-    valid_BT: Tensor | None
-    source_BS: Tensor | None
-    source_valid_BS: Tensor | None
+    rows: list[Ids]
+    sources: list[Ids] | None = None
 
-    def reorder(self, rows_B: Tensor) -> None:
-        rows_B = rows_B.to(self.tokens_BT.device)
-        self.tokens_BT = self.tokens_BT[rows_B]
-        self.valid_BT = _row(self.valid_BT, rows_B)
-        self.source_BS = _row(self.source_BS, rows_B)
-        self.source_valid_BS = _row(self.source_valid_BS, rows_B)
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        if self.sources is not None:
+            self.sources = [self.sources[row] for row in rows]
+
+    def fork(self, rows: Sequence[int] | None = None) -> "Text":
+        other = Text(self.rows, self.sources)
+        other.reorder(range(len(self.rows)) if rows is None else rows)
+        return other
+
+    def rewind(self, lengths: Sequence[int]) -> list[int]:
+        self.rows = [row[:length] for row, length in zip(self.rows, lengths, strict=True)]
+        return self.lengths
+
+    def add(self, tokens_B: Tensor) -> None:
+        """Append a token to each row."""
+        self.rows = [(*row, new) for row, new in zip(self.rows, tokens_B.tolist(), strict=True)]
+
+    @property
+    def prompts(self) -> Prompts:
+        """The rows as prompts."""
+        return Prompts(tuple(self.rows), None if self.sources is None else tuple(self.sources))
 
 
 class NaiveStepper(Stepper):
@@ -137,50 +151,33 @@ class NaiveStepper(Stepper):
         super().__init__(self.model.spec)
         self.kv_cache = kv_cache
 
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Rows]:
-        inputs = read_prompts(self.model, prompts)
-        past = Rows(inputs.tokens_BT, inputs.valid_BT, inputs.source_BS, inputs.source_valid_BS)
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, Text]:
+        past = Text(list(prompts.tokens), None if prompts.sources is None else [*prompts.sources])
         return self._read(past), past
 
-    def step(self, tokens_B: Tensor, *, past: Rows) -> Tensor:
-        new_B1 = tokens_B.to(past.tokens_BT.device)[:, None]
-        past.tokens_BT = torch.cat((past.tokens_BT, new_B1), 1)
-        if past.valid_BT is not None:
-            past.valid_BT = torch.cat((past.valid_BT, torch.ones_like(new_B1, dtype=torch.bool)), 1)
+    def step(self, tokens_B: Tensor, *, past: Text) -> Tensor:
+        past.add(tokens_B)
         return self._read(past)
 
     @torch.no_grad()
-    def _read(self, past: Rows) -> Tensor:
-        self.positions += past.tokens_BT.shape[1]
-        self.encoder_calls += past.source_BS is not None
-        inputs = Inputs(
-            past.tokens_BT,
-            past.valid_BT,
-            source_BS=past.source_BS,
-            source_valid_BS=past.source_valid_BS,
-        )
+    def _read(self, past: Text) -> Tensor:
+        inputs = read_prompts(self.model, past.prompts)
+        self.positions += inputs.tokens_BT.shape[1]
+        self.encoder_calls += inputs.source_BS is not None
         cache = None if self.kv_cache == "float" else GrowingCache(kv_cache=self.kv_cache)
         return self.model.project(self.model.hidden(inputs, cache=cache)[:, -1], "next")
-
-
-@dataclass(slots=True)
-class HandPast:
-    """The by-hand engine's own state."""
-
-    state: byhand.DecodeState
-
-    def reorder(self, rows_B: Tensor) -> None:
-        self.state.reorder(rows_B.cpu().numpy())
 
 
 class HandStepper(Stepper):
     """The by-hand engine's cached forward."""
 
+    forward_only = ""
+
     def __init__(self, model: HandModel) -> None:
         super().__init__(model.spec)
         self.model = model
 
-    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, HandPast]:
+    def start(self, prompts: Prompts, *, room: int) -> tuple[Tensor, byhand.DecodeState]:
         tokens_BT, valid_BT = padded(prompts.tokens)
         if tokens_BT.shape[1] + room > self.max_seq_len:
             raise InputError(
@@ -193,16 +190,37 @@ class HandStepper(Stepper):
             source_BS, source_valid_BS = padded(prompts.sources)
             self.encoder_calls += 1
         self.positions += tokens_BT.shape[1]
-        logits_BV, state = byhand.start(
+        logits_BV, past = byhand.start(
             self.model,
             tokens_BT,
             valid_BT=valid_BT,
             source_tokens_BS=source_BS,
             source_valid_BS=source_valid_BS,
         )
-        return torch.from_numpy(np.array(logits_BV)), HandPast(state)
+        return torch.from_numpy(np.array(logits_BV)), past
 
-    def step(self, tokens_B: Tensor, *, past: HandPast) -> Tensor:
-        self.positions += 1
-        logits_BV = byhand.step(self.model, tokens_B.cpu().numpy(), state=past.state)
-        return torch.from_numpy(np.array(logits_BV))
+    def step(self, tokens_B: Tensor, *, past: byhand.DecodeState) -> Tensor:
+        return self._add(tokens_B.cpu().numpy()[:, None], past)[:, -1]
+
+    def extend(
+        self, tokens: Sequence[int], *, past: byhand.DecodeState, every: bool = False
+    ) -> Tensor:
+        logits_TV = self._add(np.array([list(tokens)]), past)[0]
+        return logits_TV if every else logits_TV[-1:]
+
+    def identity(self) -> str:
+        made = hashlib.sha256(f"numpy {self.model.dtype} {to_json(self.model.spec)}".encode())
+        for name, array in sorted(self.model.params.items()):
+            made.update(f"{name} {array.shape}\n".encode())
+            made.update(np.ascontiguousarray(array).tobytes())
+        return made.hexdigest()[:32]
+
+    def restored(self, arrays: Mapping[str, NDArray[Any]], *, room: int) -> byhand.DecodeState:
+        past = byhand.DecodeState(self.model.dtype)
+        past.fill({name: np.array(array) for name, array in arrays.items()})
+        return past
+
+    def _add(self, tokens_BT: "np.ndarray", past: byhand.DecodeState) -> Tensor:
+        self.positions += tokens_BT.shape[1]
+        logits_BTV = byhand.extend(self.model, tokens_BT, state=past)
+        return torch.from_numpy(np.array(logits_BTV))

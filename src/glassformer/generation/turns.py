@@ -1,7 +1,7 @@
 """`Turns`: the stepper of a conversation, whose turns begin as the turn before did.
 
-One row at a time, over any stepper that can take tokens back. What the last prompt and its answer
-have in common with the next prompt is not read again. Imports no torch.
+One row at a time, over any stepper whose states can be taken back. What the last prompt and its
+answer have in common with the next prompt is not read again. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from glassformer.models.prompts import Prompts, shared_length
-from glassformer.models.stepping import RewindingStepper, Stepper
+from glassformer.models.stepping import Stepper
 from glassformer.spec.errors import InputError
+from glassformer.spec.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,23 +22,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Turn:
-    """The past of the conversation so far, and the ids in it."""
+class Turn(State):
+    """The state of the conversation so far, and the ids in it."""
 
-    past: Any
+    past: State
     ids: list[int]
 
-    def reorder(self, rows_B: "Tensor") -> None:
-        if rows_B.tolist() != [0]:
+    def reorder(self, rows: Sequence[int]) -> None:
+        if list(rows) != [0]:
             raise InputError("a conversation is one row", hint="use the stepper without turns")
 
 
 class Turns(Stepper):
     """A stepper for one decoder; `reused` counts the tokens that were not read again."""
 
-    def __init__(self, inner: RewindingStepper) -> None:
-        if inner.source_vocab is not None:
-            raise InputError("a conversation needs a decoder", hint="use the stepper without turns")
+    def __init__(self, inner: Stepper) -> None:
+        if inner.source_vocab is not None or inner.forward_only:
+            what = f"one that {inner.forward_only}" if inner.forward_only else "an encoder-decoder"
+            raise InputError(
+                f"a conversation needs a decoder whose state can be taken back, not {what}",
+                hint="use the stepper without turns",
+            )
         # The inner one has checked the spec.
         self.inner, self.facts = inner, inner.facts
         self.vocab_size, self.max_seq_len = inner.vocab_size, inner.max_seq_len
@@ -62,12 +67,12 @@ class Turns(Stepper):
         self._turn, shared = None, 0  # nothing is held if reading is interrupted
         # The last token is always read: its logits are the result.
         if held is not None and self.inner.is_current(held.past):
-            shared = shared_length(held.ids, ids[:-1])
+            shared = held.past.reach(0, shared_length(held.ids, ids[:-1]))
         if held is None or shared <= self.inner.kept(ids):
             logits_1V, past = self.inner.start(prompts, room=room)
         else:
             past = held.past
-            self.inner.forget(len(held.ids) - shared, past=past)
+            past.rewind([shared])
             logits_1V = self.inner.extend(ids[shared:], past=past)
             self.inner.keep(ids, past=past)
             self._shared += shared

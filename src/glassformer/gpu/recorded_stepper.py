@@ -36,6 +36,7 @@ from glassformer.models.model import EncoderDecoder, Holder, Model
 from glassformer.models.prompts import Prompts
 from glassformer.models.stepping import BeamRun, BeamStep, Stepper
 from glassformer.spec.errors import InputError
+from glassformer.spec.state import State
 
 # B batch, S positions, T prompt length, K key-value heads, X = 2 K, H d_head
 
@@ -88,7 +89,7 @@ class KVMemory:
 
 
 @dataclass(slots=True)
-class RecordedPast:
+class RecordedPast(State):
     """The memory, the position of each row, and the masks that padding needs, made once.
 
     In a recorded step a batch that shrinks keeps its size: `rows` are those that go on, until
@@ -115,10 +116,10 @@ class RecordedPast:
     next_B: Tensor | None = None
 
     @torch.inference_mode()
-    def reorder(self, rows_B: Tensor) -> None:
-        rows = rows_B.tolist()
+    def reorder(self, rows: Sequence[int]) -> None:
+        rows = [int(row) for row in rows]
         fewer = all(a < b for a, b in pairwise(rows))
-        rows_B = rows_B.to(self.device)
+        rows_B = torch.tensor(rows, dtype=torch.long).to(self.device)
         self.count = len(rows)
         if self.lines is not None or (self.by_index and not fewer):
             assert not self.ahead, "tokens are chosen ahead of a batch that only shrinks"

@@ -6,9 +6,10 @@ stepper over plain arrays decodes without it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -16,18 +17,12 @@ from glassformer.models.prompts import Prompts
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
+from glassformer.store.states import read_state, write_state
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
 # B batch, T length, C steps, V vocab, R rows (tokens of a step)
-
-
-class Past(Protocol):
-    """Everything that was read so far, row by row."""
-
-    def reorder(self, rows_B: "Tensor") -> None:
-        """Replace row b by row rows_B[b]; rows may repeat, or be fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +90,13 @@ class Stepper(ABC):
     """A model as decoding reads it: next-token logits after a prompt, then token by token.
 
     `encoder_calls` and `positions` count the work: runs of the encoder, columns read; `reused` the
-    tokens of prompts that were not read again. A past belongs to the stepper that made it.
-    `facts` are what a speculating stepper has counted since its last prompt, else None.
+    tokens of prompts that were not read again. A past is a `State` (`spec.state`) of the stepper
+    that made it. `facts` are what a speculating stepper has counted since its last prompt, or None.
     """
 
     facts: Speculation | None = None
+    #: Why its states cannot be taken back and read several tokens at once; empty if they can.
+    forward_only = "reads one token at a time"
     #: True if greedy tokens are found by the C routine, as those of its runs are.
     finds_likeliest_in_c = False
 
@@ -119,6 +116,46 @@ class Stepper(ABC):
     @abstractmethod
     def step(self, tokens_B: "Tensor", *, past: Any) -> "Tensor":
         """Add one token to each row: next-token logits (B, V), valid until the next step."""
+
+    def extend(self, tokens: Sequence[int], *, past: Any, every: bool = False) -> "Tensor":
+        """Add several tokens to the only row: logits (1, V) after the last, or `every` (T, V)."""
+        raise InputError(f"{type(self).__name__} {self.forward_only}", hint="TorchStepper")
+
+    def save(self, path: Path, *, past: Any, tokens: Sequence[int] = ()) -> None:
+        """Write a state to a file; `tokens` are what its only row has read, to be noted there."""
+        write_state(path, self.stored(past), model=self.identity(), tokens=tokens)
+
+    def load(self, path: Path, *, room: int) -> Any:
+        """Read a state that this model has written, with `room` to grow."""
+        return self.restored(read_state(path, model=self.identity()), room=room)
+
+    def identity(self) -> str:
+        """Return a digest of everything that the numbers of a state depend on."""
+        raise InputError(
+            f"the states of a {type(self).__name__} are not written to files",
+            hint="NativeStepper, TorchStepper and HandStepper have states that are",
+        )
+
+    def stored(self, past: Any) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a state as NumPy's."""
+        found: dict[str, NDArray[Any]] = past.arrays()
+        return found
+
+    def restored(self, arrays: Mapping[str, NDArray[Any]], *, room: int) -> Any:
+        """Return a state that holds copies of these arrays."""
+        raise AssertionError("whoever has an identity has this")
+
+    def is_current(self, past: Any) -> bool:
+        """Return True if the weights are those that a past was read with."""
+        return True
+
+    def kept(self, prompt: Sequence[int]) -> int:
+        """Return the number of a prompt's first tokens that `start` would find on disk."""
+        return 0
+
+    def keep(self, prompt: Sequence[int], *, past: Any) -> None:
+        """Keep the prompt that the only row has read, if there is a place for it."""
+        assert not self.kept(prompt), "what is found again is kept by the same class"
 
     def run_greedy(
         self,
@@ -156,36 +193,6 @@ class Stepper(ABC):
         Return the logits after the last, as `step` does, and those steps.
         """
         return self.step(tokens_B, past=past), []
-
-
-class RewindingStepper(Stepper):
-    """A stepper that reads several tokens of one row at once, and takes the last ones back.
-
-    Prompts may be kept on disk: `start` begins where a kept one ends.
-    """
-
-    @abstractmethod
-    def extend(self, tokens: Sequence[int], *, past: Any) -> "Tensor":
-        """Add several tokens to the only row: next-token logits (1, V) after the last."""
-
-    @abstractmethod
-    def read_several(self, tokens: Sequence[int], *, past: Any) -> "Tensor":
-        """Add several tokens to the only row: next-token logits (T, V) after each, to be kept."""
-
-    @abstractmethod
-    def forget(self, count: int, *, past: Any) -> None:
-        """Take back the last tokens that were added."""
-
-    def is_current(self, past: Any) -> bool:
-        """Return True if the weights are those that a past was read with."""
-        return True
-
-    def kept(self, prompt: Sequence[int]) -> int:
-        """Return the number of a prompt's first tokens that `start` would find on disk."""
-        return 0
-
-    def keep(self, prompt: Sequence[int], *, past: Any) -> None:
-        """Keep the prompt that the only row has read, if there is a place for it."""
 
 
 # --- slots ----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Weights between a model and plain arrays, checked against the manifest, and their conversion."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,6 +11,8 @@ from glassformer.models.model import Model
 from glassformer.nn.linear import PackedWeight
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import Parameter, stored
+from glassformer.spec.serialize import to_json
+from glassformer.store.states import FORMAT
 from glassformer.store.tensors import CODES, OPAQUE, explain_difference
 
 Rules = Mapping[str, Parameter]
@@ -57,6 +60,17 @@ def weights_hash(model: Model) -> str:
         total.update(f"{name} {CODES[array.dtype]} {array.shape}".encode())
         total.update(array.tobytes())
     return total.hexdigest()
+
+
+def model_digest(model: Model, *, kind: str) -> str:
+    """Return a digest of everything that a state of this model depends on, of a kind of stepper."""
+    made = hashlib.sha256(f"{FORMAT} {kind} {to_json(model.spec)}".encode())
+    for name, part in model.named_modules():
+        made.update(f"{name} {type(part).__qualname__}\n".encode())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return made.hexdigest()[:32]
 
 
 @torch.no_grad()

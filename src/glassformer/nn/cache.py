@@ -1,8 +1,7 @@
-"""Key-value caches, passed into a forward and never stored on a module.
+"""The state of a torch model (`spec.state`), passed into a forward and never stored on a module.
 
-Two kinds with one interface: `GrowingCache` concatenates, `FixedCache` writes into memory that is
-allocated once. Both record which positions are real tokens, so that prompts of different lengths
-can share a batch, and both can be reordered for beams. Cross-attention keys are computed once.
+Two kinds with one interface: `GrowingCache` takes new memory at each step, `FixedCache` writes into
+memory that is allocated once. Cross-attention keys are computed once.
 
 Keys and values are kept as they were computed, or in 8 bits (`kv_cache="int8"`). Then each head's
 vector is rounded in groups of 32 numbers, in float32, when it enters the cache, and never again:
@@ -15,7 +14,7 @@ that vector alone, so logits do not depend on how a prompt was cut. The native s
 codes (`kernels/step.c`). Keys and values of a source are kept as computed.
 """
 
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,8 @@ from glassformer.kernels.int_matmul import quantized_rows
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError
 from glassformer.spec.execution import KV_GROUP
+from glassformer.spec.state import Library, Memories
+from glassformer.spec.state import joined_valid as joined
 
 # B batch, T new length, S length so far, K key-value heads, H d_head, G groups of a head
 
@@ -71,12 +72,22 @@ def _numbers(kept: Kept, kv_cache: KVCache, dtype: torch.dtype) -> tuple[Tensor,
             assert_never(unreachable)
 
 
+TORCH = Library(
+    empty=lambda like, shape: like.new_empty(shape),
+    true=lambda like, shape: like.new_ones(shape, dtype=torch.bool),
+    index=lambda like, rows: torch.as_tensor(rows, dtype=torch.long, device=like.device),
+)
+
+
 class Cache(Protocol):
-    """The interface of a cache, as attention and the stack use it."""
+    """The interface of a state, as attention and the stack use it."""
 
     length: int
     valid_BS: Tensor | None
-    cross: dict[int, tuple[Tensor, Tensor]]
+
+    @property
+    def cross(self) -> dict[Any, Any]:
+        """Keys and values of a source, by layer."""
 
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Add one layer's new keys and values; return all of that layer so far."""
@@ -84,134 +95,48 @@ class Cache(Protocol):
     def advance(self, count: int, valid_BT: Tensor | None) -> None:
         """Count the new positions as past; called after every layer was extended."""
 
-    def reorder(self, rows_B: Tensor) -> None:
-        """Make row b what row rows_B[b] was; rows may repeat."""
-
 
 def joined_valid(
     past_BS: Tensor | None, length: int, new_BT: Tensor | None, count: int
 ) -> Tensor | None:
     """Join the validity of past and new positions; None while every position is real."""
-    if past_BS is None and new_BT is None:
-        return None
-    some = past_BS if new_BT is None else new_BT
-    assert some is not None
-    if past_BS is None:
-        past_BS = some.new_ones(len(some), length)
-    if new_BT is None:
-        new_BT = some.new_ones(len(some), count)
-    return torch.cat((past_BS, new_BT), dim=1)
+    return joined(past_BS, length, new_BT, count, true=TORCH.true)
 
 
-def _check_rows(past: Tensor, new: Tensor) -> None:
-    """Refuse a batch of another size, which would be broadcast into the past."""
-    if len(past) != len(new):
-        raise InputError(
-            f"the cache holds {len(past)} sequences, and {len(new)} were given",
-            hint="reorder the cache to this number of rows, or start a new one",
-        )
-
-
-def _nbytes(layers: dict[int, Kept]) -> int:
-    return sum(one.nbytes for kept in layers.values() for one in kept)
-
-
-class GrowingCache:
-    """A cache that concatenates: limited by memory alone, one copy of the past per step."""
+class GrowingCache(Memories):
+    """A state that is limited by memory alone: each step copies the past into new memory."""
 
     def __init__(self, *, kv_cache: KVCache = "float") -> None:
-        self.length = 0
+        super().__init__(TORCH)
         self.kv_cache: KVCache = kv_cache
-        self.valid_BS: Tensor | None = None
-        self.cross: dict[int, tuple[Tensor, Tensor]] = {}
-        self._layers: dict[int, Kept] = {}
+
+    def room(self, end: int) -> int:
+        """Return how many positions to have where `end` are needed: just these."""
+        return end
 
     def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Add one layer's new keys and values; return all of that layer so far."""
         new = _kept(k_BKTH, v_BKTH, self.kv_cache)
-        if layer in self._layers:
-            past = self._layers[layer]
-            _check_rows(past[0], k_BKTH)
-            new = tuple(torch.cat(pair, 2) for pair in zip(past, new, strict=True))
-        self._layers[layer] = new
-        return _numbers(new, self.kv_cache, k_BKTH.dtype)
-
-    def advance(self, count: int, valid_BT: Tensor | None) -> None:
-        self.valid_BS = joined_valid(self.valid_BS, self.length, valid_BT, count)
-        self.length += count
-
-    def cut(self, length: int) -> None:
-        """Drop everything from this position on."""
-        for layer, kept in self._layers.items():
-            self._layers[layer] = tuple(one[:, :, :length] for one in kept)
-        self.valid_BS = None if self.valid_BS is None else self.valid_BS[:, :length]
-        self.length = length
+        return _numbers(self.of(layer).extend(new, state=self), self.kv_cache, k_BKTH.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept, those of a source aside."""
-        return _nbytes(self._layers)
-
-    def reorder(self, rows_B: Tensor) -> None:
-        for layer, kept in self._layers.items():
-            self._layers[layer] = tuple(one[rows_B] for one in kept)
-        for layer, (k, v) in self.cross.items():
-            self.cross[layer] = (k[rows_B], v[rows_B])
-        if self.valid_BS is not None:
-            self.valid_BS = self.valid_BS[rows_B]
+        return sum(memory.nbytes for memory in self.memories.values())
 
 
-class FixedCache:
-    """A cache that writes in place; each layer's memory is allocated at its first use."""
+class FixedCache(GrowingCache):
+    """A state that writes in place; each layer's memory is allocated at its first use."""
 
     def __init__(self, max_length: int, *, kv_cache: KVCache = "float") -> None:
-        self.length = 0
+        super().__init__(kv_cache=kv_cache)
         self.max_length = max_length
-        self.kv_cache: KVCache = kv_cache
-        self.valid_BS: Tensor | None = None
-        self.cross: dict[int, tuple[Tensor, Tensor]] = {}
-        self._layers: dict[int, Kept] = {}
 
-    def extend(self, layer: int, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + k_BKTH.shape[2]
+    def room(self, end: int) -> int:
+        """Return the positions that there are; more are refused."""
         if end > self.max_length:
             raise InputError(
                 f"the cache holds {self.max_length} positions, and {end} are needed",
                 hint="ask for a longer cache or a shorter sequence",
             )
-        new = _kept(k_BKTH, v_BKTH, self.kv_cache)
-        if layer not in self._layers:
-            self._layers[layer] = tuple(
-                one.new_zeros(*one.shape[:2], self.max_length, one.shape[3]) for one in new
-            )
-        kept = self._layers[layer]
-        _check_rows(kept[0], k_BKTH)
-        for memory, one in zip(kept, new, strict=True):
-            memory[:, :, self.length : end] = one
-        so_far = tuple(memory[:, :, :end] for memory in kept)
-        return _numbers(so_far, self.kv_cache, k_BKTH.dtype)
-
-    def advance(self, count: int, valid_BT: Tensor | None) -> None:
-        self.valid_BS = joined_valid(self.valid_BS, self.length, valid_BT, count)
-        self.length += count
-
-    def cut(self, length: int) -> None:
-        """Drop everything from this position on: it is written over."""
-        self.valid_BS = None if self.valid_BS is None else self.valid_BS[:, :length]
-        self.length = length
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values that are kept, those of a source aside."""
-        return _nbytes(self._layers)
-
-    def reorder(self, rows_B: Tensor) -> None:
-        for layer, kept in self._layers.items():
-            if len(rows_B) != len(kept[0]):  # as many beams as never before: memory of another size
-                self._layers[layer] = tuple(one[rows_B] for one in kept)
-                continue
-            for one in kept:
-                one[:, :, : self.length] = one[rows_B, :, : self.length]
-        for layer, (k, v) in self.cross.items():
-            self.cross[layer] = (k[rows_B], v[rows_B])
-        if self.valid_BS is not None:
-            self.valid_BS = self.valid_BS[rows_B]
+        return self.max_length

@@ -347,10 +347,9 @@ def _followed(
                 worst, where = apart, f"worst: {name}, step {step + 1}"
         if step + 1 < NEW:
             if order:
-                rows_B = torch.tensor(order)
-                chosen_B = chosen_B[rows_B]
+                chosen_B = chosen_B[list(order)]
                 for one in (past, *pasts.values()):
-                    one.reorder(rows_B)
+                    one.reorder(order)
             wanted_BV = witness.step(chosen_B, past=past)
             for name, stepper in steppers.items():
                 logits[name] = stepper.step(chosen_B, past=pasts[name])
@@ -601,7 +600,7 @@ def _along(
         if step + 1 == NEW:
             break
         if order:
-            past.reorder(torch.tensor(order))
+            past.reorder(order)
         if not given:
             tokens_B = logits_BV.argmax(-1)
             chosen.append(tokens_B[torch.tensor(order)] if order else tokens_B)

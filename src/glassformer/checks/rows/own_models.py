@@ -262,7 +262,7 @@ def growing_is_fixed(subject: Subject) -> Measure:
     for width in (4, 1, 2, whole.tokens_BT.shape[1] - 7):
         piece = replace(whole, tokens_BT=whole.tokens_BT[:, start : start + width])
         if start == 7:
-            cache.reorder(torch.tensor([1, 0]))
+            cache.reorder([1, 0])
             piece = replace(piece, tokens_BT=piece.tokens_BT.flip(0))
         parts.append(torch.cat(list(model(piece, cache=cache).values()), -1))
         start += width

@@ -5,16 +5,16 @@ are NumPy arrays, and torch is not imported; `native_stepper.NativeStepper` is t
 model, and the default on a CPU.
 
 Rows need no padding: each new token has a sequence and a position, and sequences may be at any
-positions. A past is a set of rows; to add rows to a batch, read their prompts with `start` and
-`join` that past to the batch's; to remove rows, `reorder` to those that stay. Keys and values are
+positions. A state is a set of rows; to add rows to a batch, read their prompts with `start` and
+`join` that state to the batch's; to remove rows, `reorder` to those that stay. Keys and values are
 in pages that equal beginnings share, so neither copies more than a page a row.
 """
 
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,11 @@ from glassformer.generation.native.lowering import (
 from glassformer.kernels import c_library, threads
 from glassformer.kernels.large_pages import empty
 from glassformer.models.prompts import Prompts
-from glassformer.models.stepping import BeamRun, BeamStep, RewindingStepper
+from glassformer.models.stepping import BeamRun, BeamStep, Stepper
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError, MachineError
 from glassformer.spec.model import ModelSpec
+from glassformer.spec.state import State
 
 # B rows, V vocab
 
@@ -143,6 +144,10 @@ class Pages:
             self._spare[self.form.n_spare] = before
             self.form.n_spare += 1
 
+    def share(self, pages: NDArray[np.int32]) -> None:
+        """Count one use more of each of these pages, which may repeat."""
+        np.add.at(self._uses, pages, 1)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""
@@ -167,44 +172,59 @@ class Rows:
         self.table = np.full((count, 1), -1, dtype=np.int32)
         self.length = np.zeros(count, dtype=np.int64)
 
-    def reserve(self, more: int) -> None:
-        """Make room for `more` positions in each row; a page that is shared is copied first."""
-        width = -(-(int(self.length.max(initial=0)) + more) // PAGE)
+    def reserve(self, more: int, *, row: int | None = None) -> None:
+        """Make room for `more` positions in each row, or in one; shared pages are copied first."""
+        first, count = (0, len(self.table)) if row is None else (row, 1)
+        length = self.length[first : first + count]
+        width = -(-(int(length.max(initial=0)) + more) // PAGE)
         if width > self.table.shape[1]:
             wider = np.full((len(self.table), width + width // 2), -1, dtype=np.int32)
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
         while missing := c_library.library().glass_reserve(
             self.pages.address,
-            self.table.ctypes.data,
+            self.table[first:].ctypes.data,
             self.table.shape[1],
-            self.length.ctypes.data,
-            len(self.table),
+            length.ctypes.data,
+            count,
             more,
         ):
             self.pages.grow(missing)
 
-    def reserve_row(self, row: int, more: int) -> None:
-        """Make room for `more` positions behind one row's length, in a table of enough width."""
-        width = self.table.shape[1]
-        while missing := c_library.library().glass_reserve(
-            self.pages.address,
-            self.table[row : row + 1].ctypes.data,
-            width,
-            self.length[row : row + 1].ctypes.data,
-            1,
-            more,
-        ):
-            self.pages.grow(missing)
+    def used(self, row: int) -> NDArray[np.int32]:
+        """Return the pages of a row that hold what it has read."""
+        return self.table[row, : -(-int(self.length[row]) // PAGE)]
 
-    def full_pages(self, row: int) -> NDArray[np.float32]:
-        """Return a copy of the pages of a row that are full."""
-        return self.pages.numbers[self.table[row, : self.length[row] // PAGE]]
+    def fork(self, rows: Sequence[int]) -> "Rows":
+        """Return rows that begin as these do: their pages are held by both until one writes."""
+        other = Rows(self.pages, len(rows))
+        other.length = self.length[list(rows)]
+        pages = [self.used(row) for row in rows]
+        other.table = np.full((len(rows), max(1, *map(len, pages))), -1, dtype=np.int32)
+        for line, some in zip(other.table, pages, strict=True):
+            line[: len(some)] = some
+            self.pages.share(some)
+        return other
 
-    def fill(self, row: int, pages: NDArray[np.float32], *, length: int) -> None:
-        """Let an empty row with room for it begin with copies of these pages."""
-        self.pages.numbers[self.table[row, : len(pages)]] = pages
-        self.length[row] = length
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the bytes of all rows' pages, one row after another, and the rows' lengths."""
+        pages = np.concatenate([self.used(row) for row in range(len(self.table))])
+        return {"pages": self.pages.numbers[pages].view(np.uint8), "lengths": self.length.copy()}
+
+    def fill(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Hold copies of such pages, in place of what was there."""
+        lengths = arrays["lengths"]
+        self.reorder(np.zeros(0, dtype=np.int64))
+        self.table = np.full((len(lengths), 1), -1, dtype=np.int32)
+        self.length = np.zeros(len(lengths), dtype=np.int64)
+        pages = arrays["pages"].view(np.float32)
+        begin = 0
+        for row, length in enumerate(lengths.tolist()):
+            self.reserve(length, row=row)
+            self.length[row] = length
+            used = self.used(row)
+            self.pages.numbers[used] = pages[begin : begin + len(used)]
+            begin += len(used)
 
     def share(self, source: int, target: int, *, length: int) -> None:
         """Let one row begin as another does: its pages are held by both until one writes."""
@@ -245,41 +265,57 @@ class Rows:
             self.reorder(np.zeros(0, dtype=np.int64))
 
 
-class NativePast:
+class NativePast(State):
     """The sequences of one batch: pages of their own, and of their sources after an encoder."""
 
     def __init__(self, own: Rows, source: Rows | None) -> None:
         self.own, self.source = own, source
 
-    def __len__(self) -> int:
-        return len(self.own.length)
+    @property
+    def parts(self) -> dict[str, Rows]:
+        """The rows in each memory, by name."""
+        return {"own": self.own} | ({} if self.source is None else {"source": self.source})
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens read by each row."""
-        return [int(length) for length in self.own.length]
+        found: list[int] = self.own.length.tolist()
+        return found
 
-    def reorder(self, rows_B: Any) -> None:
-        rows = np.ascontiguousarray(rows_B, dtype=np.int64)
-        self.own.reorder(rows)
-        if self.source is not None:
-            self.source.reorder(rows)
+    def reorder(self, rows: Sequence[int]) -> None:
+        index = np.ascontiguousarray(rows, dtype=np.int64)
+        for part in self.parts.values():
+            part.reorder(index)
 
-    def join(self, other: "NativePast") -> None:
-        """Add another past's rows behind the own ones; the other one is empty afterwards."""
-        self.own.join(other.own)
-        if self.source is not None and other.source is not None:
-            self.source.join(other.source)
+    def fork(self, rows: Sequence[int] | None = None) -> "NativePast":
+        rows = range(len(self.own.table)) if rows is None else rows
+        source = None if self.source is None else self.source.fork(rows)
+        return NativePast(self.own.fork(rows), source)
 
-    def cut(self, lengths: Sequence[int]) -> None:
-        """Forget what each row has read beyond these lengths."""
+    def rewind(self, lengths: Sequence[int]) -> list[int]:
         self.own.length = np.minimum(self.own.length, np.array(lengths, dtype=np.int64))
+        return self.lengths
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {
+            f"{name}.{key}": array
+            for name, part in self.parts.items()
+            for key, array in part.arrays().items()
+        }
+
+    def fill(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        for name, part in self.parts.items():
+            part.fill({key: arrays[f"{name}.{key}"] for key in ("pages", "lengths")})
+
+    def join(self, other: Self) -> None:
+        """Add another state's rows behind the own ones; the other one is empty afterwards."""
+        for name, part in self.parts.items():
+            part.join(other.parts[name])
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class ArrayStepper(RewindingStepper):
+class ArrayStepper(Stepper):
     """A `Stepper` for one model, to be kept and used again; several pasts may be live at once.
 
     Logits and tokens are NumPy arrays here (`array` makes them what a subclass gives).
@@ -314,103 +350,65 @@ class ArrayStepper(RewindingStepper):
         self._scratch = Pages(0 if encoder is None else encoder.page)
 
     finds_likeliest_in_c = True
+    forward_only = ""
 
     def array(self, numbers: NDArray[Any]) -> Any:
         return numbers
 
     def start(self, prompts: Prompts, *, room: int) -> tuple[Any, NativePast]:
         """Read the prompts in blocks; the memory grows as needed, whatever `room` was requested."""
-        past = self._begun(prompts)
-        return self.read(prompts.tokens, past=past), past
-
-    def _begun(self, prompts: Prompts) -> NativePast:
-        """Return a past of empty rows, with their sources read."""
         past = NativePast(Rows(self.pages, len(prompts)), None)
         if self._encoder is not None:
             assert prompts.sources is not None
             past.source = self._read_sources(prompts.sources)
-        return past
+        return self.read(prompts.tokens, past=past), past
 
-    def empty_past(self, rows: int, *, room: int) -> NativePast:
+    def empty(self, rows: int, *, room: int = 0) -> NativePast:
         """Return rows without a token, with all the memory that `room` positions of each take."""
-        past = NativePast(Rows(self.pages, rows), None)
-        width = -(-room // PAGE)
+        source = None if self._encoder is None else Rows(self._sources, rows)
+        past = NativePast(Rows(self.pages, rows), source)
+        width = max(1, -(-room // PAGE))
         past.own.table = np.full((rows, width), -1, dtype=np.int32)
-        self.pages.grow(rows * width - self.pages.form.n_spare)
+        self.pages.grow(max(0, -(-room // PAGE) * rows - self.pages.form.n_spare))
         return past
 
-    def read_some(
-        self,
-        tokens: Sequence[Sequence[int]],
-        *,
-        rows: list[int],
-        starts: list[int],
-        past: NativePast,
-        chosen: list[int],
-    ) -> Any:
-        """Read new tokens of some rows of a past with room for them, each from its own position.
-
-        What such a row has read from there on is forgotten. Logits are after the chosen tokens,
-        counted through all rows, and valid until the next step.
-        """
-        own, counts = past.own, [len(new) for new in tokens]
-        if max(counts) == 1:  # the sequences go on, and no prompt is read: nothing to be put apart
-            self._ready_some(rows, starts, past, more=1)
-            self._token[: len(rows)] = [new[0] for new in tokens]
-            self._run(len(rows))
-            self.positions += 1
-            own.length[rows] += 1
-            return self.array(self._buffers[LOGITS][: len(rows)])
-        for place, start, count in zip(rows, starts, counts, strict=True):
-            own.length[place] = start
-            own.reserve_row(place, count)
-        token = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
-        owner = np.repeat(np.asarray(rows, dtype=np.int64), counts)
-        begins = zip(starts, counts, strict=True)
-        position = np.concatenate([start + np.arange(count) for start, count in begins])
-        self.positions += max(counts)
-        logits_RV = self._in_blocks(token, owner, position, np.asarray(chosen), past)
-        own.length[rows] += np.asarray(counts)
-        return logits_RV
-
-    def read(self, tokens: Sequence[Sequence[int]], *, past: NativePast) -> Any:
-        """Read one or more new tokens of each row; return the logits (B, V) after the last."""
-        last = np.cumsum([len(row) for row in tokens]) - 1
-        return self.read_all(tokens, past=past, chosen=last)
-
-    def read_all(
+    def read(
         self,
         tokens: Sequence[Sequence[int]],
         *,
         past: NativePast,
+        rows: Sequence[int] | None = None,
         chosen: NDArray[np.int64] | None = None,
     ) -> Any:
-        """Return logits after each new token, row by row, or after the chosen of them."""
-        assert len(tokens) == len(past)
-        counts = [len(row) for row in tokens]
-        token = np.concatenate([np.asarray(row, dtype=np.int64) for row in tokens])
-        row = np.repeat(np.arange(len(tokens)), counts)
+        """Read one or more new tokens of each row, or of some: the logits after the last of each.
+
+        Or after the `chosen` tokens, counted through all rows.
+        """
+        own, counts = past.own, np.array([len(new) for new in tokens])
+        places = np.arange(len(tokens)) if rows is None else np.asarray(rows)
+        if chosen is None:
+            chosen = np.cumsum(counts) - 1
+        for place, count in zip(places, counts, strict=True) if rows is not None else ():
+            own.reserve(count, row=place)
+        if rows is None:
+            own.reserve(counts.max())
+        token = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
         position = np.concatenate(
-            [length + np.arange(count) for length, count in zip(past.lengths, counts, strict=True)]
+            [begin + np.arange(n) for begin, n in zip(own.length[places], counts, strict=True)]
         )
-        chosen = np.arange(len(token)) if chosen is None else chosen
-        self.positions += max(counts)
-        past.own.reserve(max(counts))
-        logits = self._in_blocks(token, row, position, chosen, past)
-        past.own.length += np.array(counts)
+        self.positions += int(counts.max())
+        logits = self._in_blocks(token, np.repeat(places, counts), position, chosen, past)
+        own.length[places] += counts
         return logits
 
-    def read_several(self, tokens: Sequence[int], *, past: NativePast) -> Any:
-        """Add several tokens to the only row: next-token logits (T, V) after each."""
-        return self.read_all([tokens], past=past)
+    def restored(self, arrays: Mapping[str, NDArray[Any]], *, room: int) -> NativePast:
+        past = self.empty(0)
+        past.fill(arrays)
+        return past
 
-    def extend(self, tokens: Sequence[int], *, past: NativePast) -> Any:
-        """Add several tokens to the only row: next-token logits (1, V) after the last."""
-        return self.read([tokens], past=past)
-
-    def forget(self, count: int, *, past: NativePast) -> None:
-        """Take back the last tokens that were added."""
-        past.cut([length - count for length in past.lengths])
+    def extend(self, tokens: Sequence[int], *, past: NativePast, every: bool = False) -> Any:
+        chosen = np.arange(len(tokens)) if every else None
+        return self.read([tokens], past=past, chosen=chosen)
 
     def _in_blocks(
         self,
@@ -431,38 +429,37 @@ class ArrayStepper(RewindingStepper):
             logits[first:last] = self._buffers[LOGITS][: len(here)]
         return self.array(logits)
 
-    def step(self, tokens_B: Any, *, past: NativePast) -> Any:
-        B = len(past)
-        self._ready(B, past, more=1)
-        self._token[:B] = tokens_B
+    def step(self, tokens_B: Any, *, past: NativePast, rows: Sequence[int] | None = None) -> Any:
+        """Add one token to each row, or to some of them."""
+        B = self._ready(tokens_B, past, more=1, rows=rows)
         self._run(B)
         self.positions += 1
-        past.own.length += 1
+        self._add(past, 1, rows)
         return self.array(self._buffers[LOGITS][:B])
 
-    def _ready(self, count: int, past: NativePast, *, more: int) -> None:
-        """Point at a past whose rows get one new token each, with room for `more`."""
-        past.own.reserve(more)
-        self._use(self._decoder, past.own, past.source)
-        self._room_for(count)
-        self._row[:count] = self._order[:count]
-        self._position[:count] = past.own.length
-        self._chosen[:count] = self._order[:count]
-        self._step.n_new = self._step.n_chosen = count
-
-    def _ready_some(
-        self, rows: list[int], starts: list[int], past: NativePast, *, more: int
-    ) -> None:
-        """The same of some rows of a past with room for them, each from its own position."""
-        own, count = past.own, len(rows)
-        own.length[rows] = starts
-        for row in rows:
-            own.reserve_row(row, more)
+    def _ready(
+        self, tokens_B: Any, past: NativePast, *, more: int, rows: Sequence[int] | None
+    ) -> int:
+        """Point at rows that get one new token each, with room for `more`; return how many."""
+        own = past.own
+        if rows is None:
+            own.reserve(more)
+        else:
+            for row in rows:
+                own.reserve(more, row=row)
+        B = len(own.table) if rows is None else len(rows)
         self._use(self._decoder, own, past.source)
-        self._room_for(count)
-        self._row[:count], self._position[:count] = rows, starts
-        self._chosen[:count] = self._order[:count]
-        self._step.n_new = self._step.n_chosen = count
+        self._room_for(B)
+        self._row[:B] = self._order[:B] if rows is None else rows
+        self._position[:B] = own.length if rows is None else own.length[rows]
+        self._chosen[:B] = self._order[:B]
+        self._token[:B] = tokens_B
+        self._step.n_new = self._step.n_chosen = B
+        return B
+
+    def _add(self, past: NativePast, count: int, rows: Sequence[int] | None) -> None:
+        """Count new positions of these rows, or of all."""
+        past.own.length[slice(None) if rows is None else rows] += count
 
     def run_greedy(
         self,
@@ -474,48 +471,14 @@ class ArrayStepper(RewindingStepper):
         closed: Sequence[int],
         logprobs: bool,
         seconds: float,
+        rows: Sequence[int] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Choose the likeliest tokens, step after step in one call; see `Stepper.run_greedy`."""
-        B = len(past)
-        count = min(count, self._steps_within(seconds, B))
-        self._ready(B, past, more=count)
-        self._token[:B] = tokens_B
-        found = self._greedy_steps(B, count, ends=ends, closed=closed, logprobs=logprobs)
-        past.own.length += len(found[0])
-        return found
+        """Choose the likeliest tokens of all rows or some, step after step in one call of C.
 
-    def run_some_greedy(
-        self,
-        tokens: list[int],
-        *,
-        rows: list[int],
-        starts: list[int],
-        past: NativePast,
-        count: int,
-        ends: Sequence[int],
-        closed: Sequence[int],
-        seconds: float,
-    ) -> list[list[int]]:
-        """Do so in some rows of a past with room for them, as `read_some` reads them."""
-        count = min(count, self._steps_within(seconds, len(rows)))
-        self._ready_some(rows, starts, past, more=count)
-        self._token[: len(rows)] = tokens
-        made, _ = self._greedy_steps(len(rows), count, ends=ends, closed=closed, logprobs=False)
-        past.own.length[rows] += len(made)
-        return made
-
-    def _steps_within(self, seconds: float, rows: int) -> int:
-        """Return how many greedy steps of so many rows take that long, by what the last ones took.
-
-        A step takes at most as many times longer as it has more rows.
+        See `Stepper.run_greedy`.
         """
-        if not self._seconds:
-            return 1
-        return max(1, int(seconds / (self._seconds * max(1.0, rows / self._timed_rows))))
-
-    def _greedy_steps(
-        self, B: int, count: int, *, ends: Sequence[int], closed: Sequence[int], logprobs: bool
-    ) -> tuple[list[list[int]], list[list[float]]]:
+        count = min(count, self._steps_within(seconds, len(tokens_B)))
+        B = self._ready(tokens_B, past, more=count, rows=rows)
         made = np.empty((count, B), dtype=np.int64)
         values = np.full((count, B), np.nan, dtype=np.float32)
         never, last = np.array(closed, dtype=np.int64), np.array(ends, dtype=np.int64)
@@ -531,19 +494,27 @@ class ArrayStepper(RewindingStepper):
             raise MachineError(f"no memory for a step of {B} rows")
         self._seconds, self._timed_rows = (time.perf_counter() - begin) / steps, B
         self.positions += steps
+        self._add(past, steps, rows)
         return made[:steps].tolist(), values[:steps].tolist()
+
+    def _steps_within(self, seconds: float, rows: int) -> int:
+        """Return how many greedy steps of so many rows take that long, by what the last ones took.
+
+        A step takes at most as many times longer as it has more rows.
+        """
+        if not self._seconds:
+            return 1
+        return max(1, int(seconds / (self._seconds * max(1.0, rows / self._timed_rows))))
 
     def run_beams(
         self, tokens_B: Any, *, past: NativePast, run: BeamRun
     ) -> tuple[Any, list[BeamStep]]:
         """Run beam steps in one call; see `Stepper.run_beams`."""
-        B = len(past)
         most = int(run.seconds / self._beam_seconds) if self._beam_seconds else 1
         count = min(run.count, BEAM_STEPS, most)
         if count < 1:
             return self.step(tokens_B, past=past), []
-        self._ready(B, past, more=count + 1)
-        self._token[:B] = tokens_B
+        B = self._ready(tokens_B, past, more=count + 1, rows=None)
         parents, tokens = np.empty((2, count, B), dtype=np.int64)
         totals = np.empty((count, B))
         whole = {"first": run.first, "closed": run.closed, "ends": run.ends}

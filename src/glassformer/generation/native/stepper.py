@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from glassformer.generation.native.arrays import ArrayStepper, NativePast
-from glassformer.generation.native.lowering import PAGE, Array, unknown_part
-from glassformer.generation.native.prompt_cache import LEAST, PromptCache
+from glassformer.generation.native.lowering import Array, unknown_part
+from glassformer.generation.native.prompt_cache import PromptCache
 from glassformer.kernels import c_library
+from glassformer.kernels.build import digest
 from glassformer.kernels.integer import IntegerTiles
 from glassformer.models.decodable import decodable
 from glassformer.models.model import DecoderLM, EncoderDecoder, Holder, Model
 from glassformer.models.prompts import Prompts
 from glassformer.models.stack import Stack, StackParts
-from glassformer.models.stepping import RewindingStepper
-from glassformer.models.weights import numpy_view
+from glassformer.models.stepping import Stepper
+from glassformer.models.weights import model_digest, numpy_view
 from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
 from glassformer.nn.embedding import FactorizedTokenEmbedding, TokenEmbedding
@@ -166,7 +167,7 @@ class NativeStepper(ArrayStepper):
         kv_cache: KVCache = "float",
     ) -> None:
         self.model = decodable(model)
-        RewindingStepper.__init__(self, self.model.spec)
+        Stepper.__init__(self, self.model.spec)
         if reason := unavailable(self.model, kv_cache=kv_cache):
             raise InputError(f"no native step: {reason}", hint="TorchStepper runs any model")
         if prompt_cache is not None and self.model.spec.encoder is not None:
@@ -184,24 +185,22 @@ class NativeStepper(ArrayStepper):
         self._notice_new_weights()
         if self._kept is None:
             return super().start(prompts, room=room)
-        found = [self._kept.find(row) for row in prompts.tokens]
-        lengths = [0 if one is None else one[0] for one in found]
-        past = self._begun(prompts)
-        past.own.reserve(max(lengths))
-        for row, one in enumerate(found):
-            if one is not None:
-                past.own.fill(row, one[1], length=one[0])
+        past, lengths = super().empty(0), []
+        for row in prompts.tokens:
+            one = super().empty(1)
+            lengths.append(self._kept.find(row, past=one))
+            past.join(one)
         self.reused += sum(lengths)
         rest = [tokens[length:] for tokens, length in zip(prompts.tokens, lengths, strict=True)]
         logits_BV: Tensor = self.read(rest, past=past)
-        for row, tokens in enumerate(prompts.tokens):
-            self._keep(tokens, past, row=row, length=lengths[row])
+        for place, tokens in enumerate(prompts.tokens):
+            self._kept.keep(tokens, past=past, row=place, length=lengths[place])
         return logits_BV, past
 
-    def empty_past(self, rows: int, *, room: int) -> NativePast:
+    def empty(self, rows: int, *, room: int = 0) -> NativePast:
         """Return rows without a token, with all the memory that `room` positions of each take."""
         self._notice_new_weights()
-        return super().empty_past(rows, room=room)
+        return super().empty(rows, room=room)
 
     def is_current(self, past: NativePast) -> bool:
         """Return True if the weights are those that a past was read with."""
@@ -210,17 +209,18 @@ class NativeStepper(ArrayStepper):
 
     def kept(self, prompt: Sequence[int]) -> int:
         """Return the number of a prompt's first tokens that are in the folder."""
+        if self.prompt_cache is None:
+            return 0
         self._notice_new_weights()
         return 0 if self._kept is None else self._kept.longest(prompt)[0]
 
     def keep(self, prompt: Sequence[int], *, past: NativePast) -> None:
-        self._keep(prompt, past, row=0, length=self.kept(prompt))
+        if self._kept is not None:
+            self._kept.keep(prompt, past=past, row=0, length=self.kept(prompt))
 
-    def _keep(self, prompt: Sequence[int], past: NativePast, *, row: int, length: int) -> None:
-        """Keep the full pages of a prompt if enough is new; `length` of it are kept already."""
-        full = len(prompt) // PAGE
-        if self._kept is not None and full >= length // PAGE + LEAST:
-            self._kept.keep(prompt[: full * PAGE], past.own.full_pages(row)[:full])
+    def identity(self) -> str:
+        kind = f"native {self.kv_cache} {digest()} {c_library.variant()}"
+        return model_digest(self.model, kind=kind)
 
     def _notice_new_weights(self) -> None:
         """Write the program again if the model was trained, loaded or moved since."""
@@ -234,6 +234,6 @@ class NativeStepper(ArrayStepper):
         self._kept = None
         if self.prompt_cache is not None:
             self._kept = PromptCache(
-                self.prompt_cache, self.model, page=self.pages.page, kv_cache=self.kv_cache
+                self.prompt_cache, model=self.identity(), positions=self.max_seq_len
             )
         self._version = now
