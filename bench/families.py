@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.clock import said
-from glassformer.adapters.config import Config
+from glassformer.adapters.config import Config, block_of
 from glassformer.adapters.folder.export_hf import export_hf
 from glassformer.adapters.gguf.export_gguf import export_gguf
 from glassformer.adapters.load import adapt, load
@@ -889,7 +889,7 @@ def features(spec: Any) -> str:
     """Return what is special about a family's blocks, in words."""
     from glassformer.spec import model as parts
 
-    block = next(spec.decoder.blocks())
+    block = block_of(spec.decoder)
     attention, ffn = block.attention, block.ffn
     inner = ffn.expert if isinstance(ffn, parts.MoE) else ffn
     windows = {one.attention.window for one in spec.decoder.blocks()}

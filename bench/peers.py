@@ -118,8 +118,8 @@ def marian_twin(model: Model, *, device: str) -> torch.nn.Module:
 
     spec = model.spec
     assert spec.encoder is not None
-    heads = next(spec.decoder.blocks()).attention.n_heads
-    d_ff = next(spec.decoder.blocks()).ffn.d_ff
+    heads = spec.decoder.block().attention.n_heads
+    d_ff = spec.decoder.block().ffn.d_ff
     config = MarianConfig(
         vocab_size=spec.vocab_size,
         decoder_vocab_size=spec.vocab_size,
@@ -155,7 +155,7 @@ def ctranslate_twin(model: Model, folder: Path, *, threads: int):
     weights = {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
     spec = model.spec
     assert spec.encoder is not None
-    heads = next(spec.decoder.blocks()).attention.n_heads
+    heads = spec.decoder.block().attention.n_heads
     made = transformer_spec.TransformerSpec.from_config(
         (spec.encoder.n_layers, spec.n_layers), heads, pre_norm=False
     )
