@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from glassformer.cli.main import main
-from glassformer.spec.own import forget_own_code
+from glassformer.data.own_code import forget_own_code
 
 #: Seconds after which a command that does not end is ended.
 PATIENCE = 120

@@ -15,9 +15,9 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 import glassformer as gf
+from glassformer.data.own_code import forget_own_code
 from glassformer.lab.api import train
 from glassformer.lab.measure import precision
-from glassformer.spec.own import forget_own_code
 from tests.browser.conftest import Site, Tabs, Watch, new_context, serving
 from tests.own.test_commands import PARTS
 

@@ -24,6 +24,7 @@ from glassformer.costs.activations import activations
 from glassformer.costs.estimates import flops, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
+from glassformer.data.own_code import name_part
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import Model, build
 from glassformer.models.prompts import Prompts
@@ -58,14 +59,7 @@ from glassformer.spec.model import (
     VectorHead,
     tap_shapes,
 )
-from glassformer.spec.own import (
-    OwnOptimizer,
-    OwnParameter,
-    OwnPart,
-    OwnPosition,
-    OwnTask,
-    name_part,
-)
+from glassformer.spec.own import OwnOptimizer, OwnParameter, OwnPart, OwnPosition, OwnTask
 from glassformer.spec.position import Position
 from glassformer.spec.quantization import (
     Quantization,

@@ -9,6 +9,7 @@ import torch
 from glassformer.data.tokenizers.vocab import Characters
 from glassformer.generation.beam import beam_search
 from glassformer.generation.loop import NOTHING, decode
+from glassformer.generation.native.stepper import NativeStepper
 from glassformer.generation.stepper import NaiveStepper, TorchStepper
 from glassformer.generation.streaming import generate_batch
 from glassformer.models.prompts import Prompts
@@ -84,6 +85,16 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_was_made() -> None:
                 values[seen] *= 0.5 if values[seen] > 0 else 2.0
             assert token == max(range(VOCAB), key=values.__getitem__)
             whole.append(token)
+
+
+def test_several_native_steps_in_one_call_leave_no_penalty_out():
+    """C takes the likeliest tokens of several steps by itself, but for penalties."""
+    model = checks.single("learned")
+    for penalty in (1.5, 2.0):
+        spec = DecodeSpec(max_new_tokens=12, repetition_penalty=penalty)
+        found = generate_batch(NativeStepper(model), checks.PROMPTS, spec=spec)
+        wanted = generate_batch(TorchStepper(model), checks.PROMPTS, spec=spec)
+        assert [row.tokens for row in found] == [row.tokens for row in wanted]
 
 
 def test_logprobs_are_the_models_own():

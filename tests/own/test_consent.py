@@ -6,20 +6,12 @@ import pytest
 
 from glassformer.checks.subject import named
 from glassformer.data.build_task import build_task
+from glassformer.data.own_code import allow_own_code, forget_own_code, name_part, open_part
 from glassformer.data.tokenizers.own import Own, tokenizer_from_json
 from glassformer.lab.recipes import plan_run
 from glassformer.spec import own
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import (
-    OwnTask,
-    OwnTokenizer,
-    Settings,
-    allow_own_code,
-    forget_own_code,
-    is_source,
-    name_part,
-    open_part,
-)
+from glassformer.spec.own import OwnTask, OwnTokenizer, Settings, is_source
 from glassformer.spec.serialize import from_json, to_json
 from glassformer.spec.train import RunSpec
 from tests.own.test_commands import PARTS

@@ -5,11 +5,12 @@ import torch
 
 import glassformer as gf
 from glassformer.data.build_task import build_task
+from glassformer.data.own_code import name_part
 from glassformer.lab.recipes import plan_run
 from glassformer.lab.runs.planned import check_fit
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import AnswerHead
-from glassformer.spec.own import OwnTask, name_part
+from glassformer.spec.own import OwnTask
 from tests.own.test_commands import PARTS
 
 HEAD = """

@@ -23,6 +23,7 @@ from glassformer.adapters.load import adapt
 from glassformer.byhand.layers import Transformer as HandTransformer
 from glassformer.byhand.model import Model as HandModel
 from glassformer.checks.errors import as_ours
+from glassformer.data.own_code import neighbours
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Model, model_of
 from glassformer.models.weights import load_weights, weights_of
@@ -33,7 +34,6 @@ from glassformer.quant.convert import dequantize_model
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import manifest
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import neighbours
 from glassformer.spec.program import Attend, program
 from glassformer.store.checkpoint import load_checkpoint, save_checkpoint
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import assert_never
 
 from glassformer.data.corpus.windows import build_corpus, is_corpus
+from glassformer.data.own_code import open_part, running
 from glassformer.data.task import Task, check_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.data.tasks.fsm import Fsm
@@ -12,7 +13,7 @@ from glassformer.data.tasks.text import Text
 from glassformer.spec import tasks as spec
 from glassformer.spec.checks import check_member
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask, open_part, running
+from glassformer.spec.own import OwnTask
 
 
 def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:

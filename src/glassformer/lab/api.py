@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from glassformer.adapters.folder.paths import checkpoint_of
 from glassformer.adapters.load import AnyModel, adapt, load_model, load_native
+from glassformer.data.own_code import allow_own_code
 from glassformer.data.task import Task
 from glassformer.kernels.threads import check_threads, taking, threads_of_decoding
 from glassformer.lab.bar import Bar, clock, is_watched
@@ -48,7 +49,7 @@ from glassformer.lab.runs.run import Alert, Evaluated, Event, Saved, TrainingRun
 from glassformer.models.model import model_of
 from glassformer.spec.checks import named_options
 from glassformer.spec.errors import InputError
-from glassformer.spec.own import OwnTask, allow_own_code
+from glassformer.spec.own import OwnTask
 from glassformer.spec.serialize import override, to_dict
 from glassformer.spec.tasks import Task as TaskSpec
 from glassformer.spec.tasks import is_config

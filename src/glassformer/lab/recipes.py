@@ -6,7 +6,8 @@ A run may have parts of the user's own: their task, or overrides that name a par
     glass train text task.tokenizer=my_words.py:Words train.optimizer=my_lion.py:Lion
     glass train reverse model.position=my_grid.py:Grid
 
-A source that is typed is consent to running it (`spec.own`), and its file is hashed into the spec.
+A source that is typed is consent to running it (`data.own_code`), and its file is hashed into the
+spec.
 
 `finetune` is the recipe of runs that start from a model that exists. Three epochs unless
 `train.steps` says otherwise; the base's weights are hashed into the spec.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 import numpy as np
 
 from glassformer.data.build_task import build_task
+from glassformer.data.own_code import name_part
 from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.planned import PlannedRun
@@ -48,7 +50,6 @@ from glassformer.spec.own import (
     OwnTokenizer,
     installed_parts,
     is_source,
-    name_part,
 )
 from glassformer.spec.serialize import from_dict, override, to_dict, to_json
 from glassformer.spec.tasks import NAMED_TASKS, FinetuneTask, is_config

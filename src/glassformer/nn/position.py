@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glassformer.data.own_code import open_part, running
 from glassformer.kernels import tables
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import (
@@ -25,7 +26,7 @@ from glassformer.spec.model import (
     Sinusoidal,
     Stack,
 )
-from glassformer.spec.own import OwnParameter, OwnPosition, open_part, running
+from glassformer.spec.own import OwnParameter, OwnPosition
 from glassformer.spec.position import alibi_slopes, relative_buckets
 
 # B batch, T query length, S key length, D d_model, N heads, H d_head

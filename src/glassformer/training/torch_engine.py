@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassformer.data.batch import Batch
+from glassformer.data.own_code import open_part, running
 from glassformer.models.model import Model, build
 from glassformer.models.weights import arrays_of, load_weights, weights_of
 from glassformer.nn.experts import BalanceLosses
@@ -24,7 +25,7 @@ from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import InputError
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.own import OwnOptimizer, open_part, running
+from glassformer.spec.own import OwnOptimizer
 from glassformer.spec.train import SGD, AdamW, LoRA, Muon, TrainSpec, lora_manifest
 from glassformer.training.engine import (
     GPU_LOGITS,

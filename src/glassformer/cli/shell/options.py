@@ -148,7 +148,7 @@ def with_own_code(verb: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(verb)
     def allowing(*, own_code: list[str] | None, **values: Any) -> T:
-        from glassformer.spec.own import allow_own_code
+        from glassformer.data.own_code import allow_own_code
 
         for file in own_code or ():
             allow_own_code(file)

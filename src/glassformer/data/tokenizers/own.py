@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from glassformer.data.own_code import open_part, running
 from glassformer.data.tokenizers.bpe import BytePairs
 from glassformer.data.tokenizers.vocab import Bytes, Characters, Tokenizer, Vocab
 from glassformer.spec.errors import InputError, nearest
-from glassformer.spec.own import OwnTokenizer, open_part, running
+from glassformer.spec.own import OwnTokenizer
 from glassformer.spec.serialize import from_dict, to_dict, unique_keys
 
 KIND = "own"

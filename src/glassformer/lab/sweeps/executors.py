@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
+from glassformer.data.own_code import allow_own_code
 from glassformer.data.task import Task
 from glassformer.kernels.threads import taking
 from glassformer.lab.runs.table import number, read_record
 from glassformer.spec.disk import folder_beside, remove, rename, sync_tree
 from glassformer.spec.errors import DivergedError, FileError, GlassError, InputError, MachineError
-from glassformer.spec.own import allow_own_code
 from glassformer.spec.serialize import from_dict, json_numbers, to_dict
 from glassformer.spec.train import RunSpec
 from glassformer.store.rundir import RunDirectory
