@@ -2,7 +2,7 @@
 
 A pattern or a schema is a client's program for the construction of a machine. The construction
 counts its work and refuses what takes too much; the process bounds memory and CPU time once more,
-and can be killed when the client leaves. It computes for nobody else, on processors that are idle.
+and can be killed when the client leaves. It computes for nobody else, at a low priority.
 """
 
 import importlib.util
@@ -23,8 +23,9 @@ from glassformer.spec.errors import InputError
 MOST_ENTRIES = 1 << 23
 #: Characters of a schema or of the tools of a request, as JSON.
 LONGEST_SCHEMA = 200_000
-#: What the process may use for one request.
-SECONDS, MEGABYTES = 2.0, 512
+#: What the process may use for one request, and how much it yields to others (`nice`): where all
+#: cores are busy it still gets a tenth of one, so that a format is there after some seconds.
+SECONDS, MEGABYTES, YIELDS = 2.0, 512, 10
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -45,10 +46,7 @@ def command() -> list[str]:
 
 def main() -> None:
     """Answer requests from standard input: lines of JSON, an answer with the bytes of its table."""
-    if hasattr(os, "SCHED_IDLE"):  # only what nobody else needs; not every system has it
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(19)
+    os.nice(YIELDS)
     confine(megabytes=MEGABYTES)
     texts: dict[str, TokenTexts] = {}
     for line in sys.stdin:
