@@ -15,9 +15,8 @@ from torch import nn
 
 from glassformer.models.model import Model, build
 from glassformer.models.weights import array_of, dtype_of, tensor_of
-from glassformer.nn.embedding import TokenEmbedding
-from glassformer.quant.convert import quantized_layers, replace_module
-from glassformer.quant.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from glassformer.quant.convert import quantized_layer, quantized_layers, replace_module
+from glassformer.quant.layers import QuantizedLinear, QuantizedWeight
 from glassformer.quant.schemes import STORED, QuantizedTensor
 from glassformer.spec.errors import InputError
 from glassformer.spec.model import ModelSpec
@@ -168,32 +167,18 @@ def restored_model(
             for leaf in (*STORED, "bias")
             if f"{layer.name}.{leaf}" in arrays
         }
-        head = layer.name in heads
-        replace_module(model, part, _layer(part, layer, leaves, dtype, backend, head))
+        tensor = QuantizedTensor.of(leaves, layer.scheme)
+        made = quantized_layer(
+            part,
+            tensor,
+            layer.method,
+            backend,
+            bias=leaves.get("bias"),
+            dtype=dtype,
+            head=layer.name in heads,
+        )
+        replace_module(model, part, made)
     own = dict(model.named_parameters())
     for name, array in plain.items():
         own[name].copy_(tensor_of(array))
     return model.eval()
-
-
-def _layer(
-    part: torch.nn.Module,
-    layer: QuantizedLayer,
-    leaves: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    backend: str,
-    head: bool,
-) -> QuantizedWeight:
-    tensor = QuantizedTensor(
-        leaves["qweight"],
-        leaves["scale"],
-        leaves.get("zero"),
-        layer.scheme,
-        leaves.get("exponent"),
-    )
-    if isinstance(part, TokenEmbedding):
-        return QuantizedEmbedding(
-            tensor, multiplier=part.scale, dtype=dtype, method=layer.method, backend=backend
-        )
-    bias = leaves.get("bias")
-    return QuantizedLinear(tensor, bias, method=layer.method, backend=backend, head=head)

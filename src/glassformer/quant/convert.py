@@ -11,10 +11,10 @@ compensates for earlier errors. Layers that share an input (queries, keys and va
 together.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -206,24 +206,30 @@ def _is_head(model: Model, module: nn.Module) -> bool:
 
 
 def quantized_layer(
-    module: Plain,
+    module: nn.Module,
     tensor: QuantizedTensor,
     method: RecordedMethod,
     backend: str,
     *,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     head: bool = False,
 ) -> QuantizedWeight:
-    """Return the quantized layer that replaces a linear one, a head or a table."""
+    """Return the quantized layer that replaces a linear one, a head or a table.
+
+    `bias` and `dtype`, a table's precision, are the module's own where they are not given.
+    """
     if isinstance(module, TokenEmbedding):
         return QuantizedEmbedding(
             tensor,
             multiplier=module.scale,
-            dtype=module.weight.dtype,
+            dtype=dtype or module.weight.dtype,
             method=method,
             backend=backend,
         )
     assert isinstance(module, Linear)
-    bias = None if module.bias is None else module.bias.detach()
+    if bias is None and module.bias is not None:
+        bias = module.bias.detach()
     return QuantizedLinear(tensor, bias, method=method, backend=backend, head=head)
 
 
@@ -546,9 +552,9 @@ def _settle_block(
     stages = _stages(rounded, layers, calls[0][0])
     due: list[list[Tensor]] = []  # what the float block's layers are given, by batch and stage
     outputs = []
-    for args, settings in calls[1]:
-        with _inputs_of(plain, [names[0] for names in stages]) as seen:
-            outputs.append(plain(*args, **settings))
+    for call in calls[1]:
+        seen, output = _inputs_of(plain, [names[0] for names in stages], call)
+        outputs.append(output)
         due.append([x for _, x in seen])
     for number, names in enumerate(stages):
         first = rounded.get_submodule(names[0])
@@ -574,27 +580,20 @@ def _given(block: nn.Module, layer: str, call: Call) -> Tensor:
     """Return what a layer of the block is given; the block's forward pass stops there."""
     found: list[Tensor] = []
 
-    def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        found.append(given[0])
+    def stop(_: str, x: Tensor) -> None:
+        found.append(x)
         raise _Reached
 
-    hook = block.get_submodule(layer).register_forward_pre_hook(stop)
-    try:
+    with contextlib.suppress(_Reached), seen_inputs({layer: block.get_submodule(layer)}, stop):
         block(*call[0], **call[1])
-    except _Reached:
-        pass
-    finally:
-        hook.remove()
     return found[0]
 
 
 def _stages(block: nn.Module, layers: Sequence[str], call: Call) -> list[list[str]]:
     """Group layers that share an input, in the order they are called."""
-    with _inputs_of(block, layers) as seen:
-        block(*call[0], **call[1])
     stages: list[list[str]] = []
     last: Tensor | None = None
-    for name, x in seen:
+    for name, x in _inputs_of(block, layers, call)[0]:
         if x is not last:
             stages.append([])
         stages[-1].append(name)
@@ -602,17 +601,27 @@ def _stages(block: nn.Module, layers: Sequence[str], call: Call) -> list[list[st
     return stages
 
 
-@contextmanager
-def _inputs_of(block: nn.Module, layers: Sequence[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collect the inputs of these layers, in the order they are called."""
+def _inputs_of(
+    block: nn.Module, layers: Sequence[str], call: Call
+) -> tuple[list[tuple[str, Tensor]], Tensor]:
+    """Return the inputs of these layers, in the order they are called, and the block's output."""
     seen: list[tuple[str, Tensor]] = []
+    with seen_inputs({n: block.get_submodule(n) for n in layers}, lambda *one: seen.append(one)):
+        return seen, block(*call[0], **call[1])
 
-    def watcher(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, given: seen.append((name, given[0]))
 
-    hooks = [block.get_submodule(n).register_forward_pre_hook(watcher(n)) for n in layers]
+@contextlib.contextmanager
+def seen_inputs(
+    layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call `see` with the path and the input of each of these layers, whenever one is called."""
+
+    def watcher(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, given: see(path, given[0])
+
+    hooks = [part.register_forward_pre_hook(watcher(path)) for path, part in layers.items()]
     try:
-        yield seen
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -627,10 +636,6 @@ def _reached(model: Model, block: nn.Module, batch: Any) -> Call:
         raise _Reached
 
     hook = block.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with contextlib.suppress(_Reached), hook:
         model(batch)
-    except _Reached:
-        pass
-    finally:
-        hook.remove()
     return calls[0]

@@ -8,7 +8,7 @@ level, ties to even; what lies outside the range is clamped to its ends.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -49,6 +49,13 @@ class QuantizedTensor:
     scheme: Scheme
     exponent: Tensor | None = None
 
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor], scheme: Scheme) -> "QuantizedTensor":
+        """Return the matrix whose tensors these are, by their names in a checkpoint."""
+        return cls(
+            parts["qweight"], parts["scale"], parts.get("zero"), scheme, parts.get("exponent")
+        )
+
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I)."""
@@ -78,12 +85,8 @@ class QuantizedTensor:
         return self._each(lambda part: part.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
-        zero, exponent = (
-            None if part is None else change(part) for part in (self.zero, self.exponent)
-        )
-        return QuantizedTensor(
-            change(self.qweight), change(self.scale), zero, self.scheme, exponent
-        )
+        parts = {leaf: change(part) for leaf, part in self.parts().items()}
+        return QuantizedTensor.of(parts, self.scheme)
 
 
 class Codec(ABC):

@@ -171,19 +171,12 @@ def probe(backend: Backend, scheme: Scheme, device: torch.device, *, lookup: boo
 
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     """Return True if two tensors are equal in every bit."""
+    ours, theirs = one.parts(), other.parts()
     return (
         one.scheme == other.scheme
-        and torch.equal(one.qweight, other.qweight)
-        and torch.equal(one.scale, other.scale)
-        and _same_part(one.zero, other.zero)
-        and _same_part(one.exponent, other.exponent)
+        and ours.keys() == theirs.keys()
+        and all(torch.equal(part, theirs[leaf]) for leaf, part in ours.items())
     )
-
-
-def _same_part(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
 
 
 @functools.cache

@@ -257,13 +257,7 @@ class NativeForm:
         """Return the stored form again."""
         stored = integer.stored_parts(self.weight.tiles)
         parts = {leaf: torch.from_numpy(part) for leaf, part in stored.items()}
-        return QuantizedTensor(
-            parts["qweight"],
-            parts["scale"],
-            parts.get("zero"),
-            self.scheme,
-            parts.get("exponent"),
-        )
+        return QuantizedTensor.of(parts, self.scheme)
 
 
 class Native:
