@@ -220,15 +220,3 @@ def test_brackets_are_those_that_counting_allows(depth):
 def test_counters_count(k):
     for string in strings("01", 7):
         assert modulo(k).run(string)[-1] == string.count("1") % k
-
-
-def test_edges_that_contradict_are_refused():
-    made = Machine.from_edges(
-        [(0, "0", 0), (0, "1", 1), (1, "0", 1), (1, "1", 0)],
-        alphabet="01",
-        classes=(0, 1),
-        class_names=("even", "odd"),
-    )
-    assert made == parity()
-    with pytest.raises(InputError, match="not deterministic: 'a' leads to 0 and 1"):
-        Machine.from_edges([(0, "a", 0), (0, "a", 1)], alphabet="a", classes=(0, 1))

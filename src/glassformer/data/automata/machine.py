@@ -8,7 +8,7 @@ algorithm; two machines that differ have a shortest counterexample.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,42 +110,6 @@ class Machine:
                     where=f"state {state}",
                     hint=f"classes are 0 to {len(self.class_names) - 1}",
                 )
-
-    @classmethod
-    def from_edges(
-        cls,
-        edges: Iterable[tuple[int, str, int]],
-        *,
-        alphabet: Sequence[str],
-        classes: Sequence[int],
-        class_names: Sequence[str] = ("reject", "accept"),
-        ends: Sequence[bool] = (),
-        start: int = 0,
-    ) -> "Machine":
-        """Build a machine of (state, symbol, next state); refuse two targets for one symbol."""
-        table = [[NOWHERE] * len(alphabet) for _ in classes]
-        for state, symbol, target in edges:
-            if symbol not in alphabet:
-                raise InputError(
-                    f"'{symbol}' is not in the alphabet", hint=nearest(symbol, alphabet)
-                )
-            if not 0 <= state < len(table):
-                raise InputError(f"there is no state {state}", hint=f"0 to {len(table) - 1}")
-            place = list(alphabet).index(symbol)
-            if table[state][place] not in (NOWHERE, target):
-                raise InputError(
-                    f"not deterministic: '{symbol}' leads to {table[state][place]} and {target}",
-                    where=f"state {state}",
-                )
-            table[state][place] = target
-        return cls(
-            alphabet=tuple(alphabet),
-            transitions=tuple(map(tuple, table)),
-            classes=tuple(classes),
-            class_names=tuple(class_names),
-            ends=tuple(ends),
-            start=start,
-        )
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -256,13 +220,11 @@ class Machine:
             return self
         dead = self.n_states
         table = np.where(self.table() == NOWHERE, dead, self.table()).tolist()
-        return Machine(
-            alphabet=self.alphabet,
+        return replace(
+            self,
             transitions=(*map(tuple, table), (dead,) * len(self.alphabet)),
             classes=(*self.classes, dead_class),
-            class_names=self.class_names,
             ends=(*self.ends, False),
-            start=self.start,
         )
 
     def trimmed(self) -> "Machine":
@@ -273,17 +235,11 @@ class Machine:
         alive = self.live()
         if not alive[self.start]:
             raise InputError("no string of this machine ever ends", hint="let a state be an end")
-        cut = Machine(
-            alphabet=self.alphabet,
-            transitions=tuple(
-                tuple(t if t != NOWHERE and alive[t] else NOWHERE for t in row)
-                for row in self.transitions
-            ),
-            classes=self.classes,
-            class_names=self.class_names,
-            ends=self.ends,
-            start=self.start,
+        rows = (
+            tuple(t if t != NOWHERE and alive[t] else NOWHERE for t in row)
+            for row in self.transitions
         )
+        cut = replace(self, transitions=tuple(rows))
         return cut._kept(cut.reachable())
 
     def minimised(self) -> "Machine":
@@ -306,26 +262,18 @@ class Machine:
             tuple(NOWHERE if t == dead else first[int(blocks_Q[t])] for t in row)
             for row in table_QA[:dead].tolist()
         )
-        whole = Machine(
-            alphabet=part.alphabet,
-            transitions=merged,
-            classes=part.classes,
-            class_names=part.class_names,
-            ends=part.ends,
-            start=part.start,
-        )
+        whole = replace(part, transitions=merged)
         return whole._kept(whole.reachable())
 
     def _kept(self, states: Sequence[int]) -> "Machine":
         """Return the machine of these states only, in this order; other targets become NOWHERE."""
         number = {state: place for place, state in enumerate(states)} | {NOWHERE: NOWHERE}
-        return Machine(
-            alphabet=self.alphabet,
+        return replace(
+            self,
             transitions=tuple(
                 tuple(number.get(t, NOWHERE) for t in self.transitions[state]) for state in states
             ),
             classes=tuple(self.classes[state] for state in states),
-            class_names=self.class_names,
             ends=tuple(self.ends[state] for state in states),
             start=number[self.start],
         )

@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +114,7 @@ def preparing(
             _check_empty(folder)
             tokenizer, plan = yield from _planned(found, spec, request, tokenizer)
             replace_file(folder / TOKENIZER, tokenizer.to_json().encode())
-            append_line(folder / JOURNAL, json.dumps(_plan_dict(plan)))
+            append_line(folder / JOURNAL, json.dumps(asdict(plan)))
         else:
             tokenizer = _chosen(folder, plan)
         _remove_strays(folder)
@@ -219,16 +219,6 @@ def _remove_strays(folder: Path) -> None:
         path.unlink(missing_ok=True)
     if is_prepared(folder):
         (folder / JOURNAL).unlink(missing_ok=True)
-
-
-def _plan_dict(plan: _Plan) -> dict[str, Any]:
-    return {
-        "request": dict(plan.request),
-        "threshold": plan.threshold,
-        "sample": dict(plan.sample),
-        "bos": plan.bos,
-        "eos": plan.eos,
-    }
 
 
 def _begun(folder: Path, request: Mapping[str, Any]) -> tuple[_Plan | None, list[_Unit]]:
@@ -434,12 +424,7 @@ def _units(
         shards = tuple(writers.pop(split).close() for split in SPLITS if split in writers)
         unit = _Unit(shards=shards, source=source, position=position)
         units.append(unit)
-        line = {
-            "shards": [shard.to_dict() for shard in shards],
-            "source": source,
-            "position": list(position),
-        }
-        append_line(folder / JOURNAL, json.dumps(line))
+        append_line(folder / JOURNAL, json.dumps(asdict(unit)))
 
     yield Progress(ENCODING, begins[source], begins[-1], tokens)
     try:

@@ -19,7 +19,7 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,16 +58,6 @@ class Shard:
     documents: int
     text_bytes: int
     sha256: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "name": self.name,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "text_bytes": self.text_bytes,
-            "sha256": dict(self.sha256),
-        }
 
     @classmethod
     def from_dict(cls, data: Any) -> "Shard":
@@ -209,19 +199,7 @@ class Index:
 
     def to_json(self) -> str:
         """Return the text of index.json, with a hash of the rest of it."""
-        body = {
-            "format": FORMAT,
-            "request": dict(self.request),
-            "dtype": self.dtype,
-            "vocab_size": self.vocab_size,
-            "bos": self.bos,
-            "eos": self.eos,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "sample": dict(self.sample),
-            "shards": {
-                split: [shard.to_dict() for shard in self.shards[split]] for split in SPLITS
-            },
-        }
+        body = {"format": FORMAT, **asdict(self)}
         return json.dumps({**body, "sha256": _body_hash(body)}, indent=1) + "\n"
 
 
@@ -384,13 +362,17 @@ class ShardReader:
             data = path.read_bytes()
         except OSError as error:
             raise FileError(f"a shard cannot be read: {error}", where=str(path)) from error
-        if hashlib.sha256(data).hexdigest() != shard.sha256[ending]:
-            raise FileError(
-                "a file of the corpus was changed after it was written: its SHA-256 differs",
-                where=str(path),
-                hint="prepare the corpus again",
-            )
+        _check_hash(path, hashlib.sha256(data).hexdigest(), shard.sha256[ending])
         return data
+
+
+def _check_hash(path: Path, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise FileError(
+            "a file of the corpus was changed after it was written: its SHA-256 differs",
+            where=str(path),
+            hint="prepare the corpus again",
+        )
 
 
 def verify_shards(folder: Path, shards: Sequence[Shard]) -> None:
@@ -403,9 +385,4 @@ def verify_shards(folder: Path, shards: Sequence[Shard]) -> None:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise FileError(f"a shard cannot be read: {error}", where=str(path)) from error
-            if found != shard.sha256[ending]:
-                raise FileError(
-                    "a file of the corpus was changed after it was written: its SHA-256 differs",
-                    where=str(path),
-                    hint="prepare the corpus again",
-                )
+            _check_hash(path, found, shard.sha256[ending])

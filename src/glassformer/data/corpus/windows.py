@@ -33,16 +33,14 @@ from glassformer.data.corpus.shards import (
     read_tokenizer_file,
 )
 from glassformer.data.rng import permuted, stream
-from glassformer.data.task import Task, checked, pick
-from glassformer.data.tasks.text import SHORT_TRAINING, small_model
+from glassformer.data.task import checked, pick
+from glassformer.data.tasks.text import RunningText
 from glassformer.data.tokenizers.own import Own
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.spec.checks import at_least
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnTokenizer
 from glassformer.spec.tasks import SMALLEST_VOCABULARY, PrepareSpec, TextTask
-from glassformer.spec.train import TrainSpec
 
 # B batch, T length
 
@@ -68,18 +66,14 @@ class _Part:
         return int(self.starts[split][-1])
 
 
-class Corpus(Task):
-    """Windows of `length` tokens of prepared corpora; head `next`. The truth is unknown.
+class Corpus(RunningText):
+    """Windows of prepared corpora, each within a shard.
 
-    What is left at a shard's end, shorter than a window, is unused. Held-out windows come in an
-    order of their own, so that the first few are a sample of all.
+    Held-out windows come in an order of their own, so that the first few are a sample of all.
     """
-
-    is_running_text = True
 
     def __init__(self, spec: TextTask, folders: Mapping[str, float]) -> None:
         self.spec = spec
-        self.name = "text"
         self.apart = spec.packing != "joined"
         indexes = {folder: read_index(Path(folder)) for folder in folders}
         first = next(iter(indexes))
@@ -93,6 +87,9 @@ class Corpus(Task):
                 )
         self.tokenizer: Tokenizer = read_tokenizer_file(Path(first), indexes[first])
         self.heads: Mapping[str, int] = {"next": self.tokenizer.vocab_size}
+        request = indexes[first].request
+        if request.get("tokenizer") == "bpe":
+            self.wished_pieces = request.get("vocab_size") or 0
         self._parts = [
             self._part(Path(folder), index, folders[folder]) for folder, index in indexes.items()
         ]
@@ -122,26 +119,9 @@ class Corpus(Task):
             weight=weight,
         )
 
-    def model(self) -> ModelSpec:
-        """Return a small language model, as for a text in memory."""
-        return small_model(self)
-
-    def training(self) -> TrainSpec:
-        """Return a short training; the recipe `lm` trains for longer."""
-        return SHORT_TRAINING
-
     def sizes(self) -> dict[str, int]:
         """Return the number of windows of each part; a window's last target follows it."""
         return {split: int(starts[-1]) for split, starts in self._starts.items()}
-
-    def lengths(self, split: str) -> NDArray[np.int64]:
-        """Return equal lengths, which take no memory."""
-        size = int(pick(self._starts, split)[-1])
-        return np.broadcast_to(np.int64(self.spec.length), (size,))
-
-    def longest(self) -> int:
-        """Return the length of every window."""
-        return self.spec.length
 
     def order(self, *, batch_size: int, seed: int) -> "WindowOrder":
         """Return the windows of every batch, by the corpora's weights."""
@@ -172,28 +152,11 @@ class Corpus(Task):
             segments=segments_BT if segments_BT.any() else None,
         )
 
-    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Return no groups: text is not broken down."""
-        checked(rows, size=int(pick(self._starts, split)[-1]), split=split)
-        return {}
-
-    def oracle(self, split: str, rows: Ints) -> None:
-        """Return None: the true distribution of text is unknown."""
-        checked(rows, size=int(pick(self._starts, split)[-1]), split=split)
-
-    def describe(self, split: str, row: int) -> str:
-        """Return the window's text."""
-        (shard, first), *_ = self._places(split, np.array([row]))
-        return self.tokenizer.decode(shard.read(first, first + self.spec.length).tolist())
-
-    def notes(self) -> list[str]:
-        """Return what people should know before they train on it."""
-        asked, made = self._parts[0].index.request.get("vocab_size"), self.tokenizer.vocab_size
-        if self._parts[0].index.request.get("tokenizer") != "bpe" or made >= (asked or 0):
-            return []
-        return [
-            f"the text is too short for {asked:,} different pieces: the vocabulary has {made:,}"
-        ]
+    def windows(self, split: str, rows: Ints) -> NDArray[np.int64]:
+        """Return (B, T + 1): windows and the token after each."""
+        length = self.spec.length + 1
+        places = self._places(split, rows)
+        return np.array([shard.read(first, first + length) for shard, first in places], np.int64)
 
     def facts(self) -> dict[str, Any]:
         """Return sizes and hashes of the corpora, tokens and bytes per token of each part."""

@@ -13,6 +13,7 @@ import platform
 import sys
 import sysconfig
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,22 +136,6 @@ FORMAT = 1  # version of the files in the cache; another number makes new ones
 LONGEST_LINE = 1_000  # characters that pieces are learned from at once
 
 
-#: For the small model below; the recipe `lm` trains for longer.
-SHORT_TRAINING = TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
-
-
-def small_model(task: Task) -> ModelSpec:
-    """Return a language model for a text: 0.3 M parameters with 2,000 tokens."""
-    return presets.budget_lm(
-        vocab_size=task.tokenizer.vocab_size,
-        d_model=64,
-        d_ff=172,
-        n_layers=3,
-        n_heads=4,
-        max_seq_len=task.longest(),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One split: its ids, as a memory-mapped file, and how many bytes of text they stand for."""
@@ -159,18 +144,78 @@ class _Part:
     text_bytes: int
 
 
-class Text(Task):
+class RunningText(Task):
     """Windows of `length` tokens, one after another; head `next`. The truth is unknown.
 
-    `cache` is a folder for the token files, found again by the hash of the text; without one they
-    are nameless temporary files. What is left at a part's end, shorter than a window, is unused.
+    What is left at a part's end, shorter than a window, is unused.
     """
 
     is_running_text = True
+    name = "text"
+    spec: TextTask
+    #: The number of pieces that were to be learned; 0 where none are.
+    wished_pieces = 0
+
+    @abstractmethod
+    def windows(self, split: str, rows: Ints) -> NDArray[np.int64]:
+        """Return (B, T + 1): windows and the token after each."""
+
+    def model(self) -> ModelSpec:
+        """Return a language model: 0.3 M parameters with 2,000 tokens."""
+        return presets.budget_lm(
+            vocab_size=self.tokenizer.vocab_size,
+            d_model=64,
+            d_ff=172,
+            n_layers=3,
+            n_heads=4,
+            max_seq_len=self.spec.length,
+        )
+
+    def training(self) -> TrainSpec:
+        """Return a short training; the recipe `lm` trains for longer."""
+        return TrainSpec(steps=600, batch_size=16, lr=3e-3, schedule=CosineSchedule(warmup=50))
+
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """Return equal lengths, which take no memory."""
+        return np.broadcast_to(np.int64(self.spec.length), (pick(self.sizes(), split),))
+
+    def longest(self) -> int:
+        """Return the length of every window."""
+        return self.spec.length
+
+    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
+        """Return no groups: text is not broken down."""
+        checked(rows, size=pick(self.sizes(), split), split=split)
+        return {}
+
+    def oracle(self, split: str, rows: Ints) -> None:
+        """Return None: the true distribution of text is unknown."""
+        checked(rows, size=pick(self.sizes(), split), split=split)
+
+    def describe(self, split: str, row: int) -> str:
+        """Return the window's text."""
+        return self.tokenizer.decode(self.windows(split, np.array([row]))[0, :-1].tolist())
+
+    def notes(self) -> list[str]:
+        """Return what people should know before they train on it."""
+        wished, made = self.wished_pieces, self.tokenizer.vocab_size
+        if made >= wished:
+            return []
+        return [
+            f"the text is too short for {wished:,} different pieces: the vocabulary has {made:,}"
+        ]
+
+
+class Text(RunningText):
+    """Windows of a text that is held in memory.
+
+    `cache` is a folder for the token files, found again by the hash of the text; without one they
+    are nameless temporary files.
+    """
 
     def __init__(self, spec: TextTask, *, cache: Path | None = None) -> None:
         self.spec = spec
-        self.name = "text"
+        self.wished_pieces = spec.vocab_size if spec.tokenizer == "bpe" else 0
         documents = read_corpus(spec.path, seed=spec.seed)
         if spec.tokenizer != "bytes":
             for document in documents:
@@ -194,28 +239,15 @@ class Text(Task):
                     "bytes or more, or a smaller length",
                 )
 
-    def model(self) -> ModelSpec:
-        """Return a language model of 0.3 M parameters."""
-        return small_model(self)
-
-    def training(self) -> TrainSpec:
-        """Return a short training; the recipe `lm` trains for longer."""
-        return SHORT_TRAINING
-
     def sizes(self) -> dict[str, int]:
         """Return the number of windows of each part; a window's last target follows it."""
         return {
             split: (len(part.ids) - 1) // self.spec.length for split, part in self._parts.items()
         }
 
-    def lengths(self, split: str) -> NDArray[np.int64]:
-        """Return equal lengths."""
-        pick(self._parts, split)
-        return np.full(self.sizes()[split], self.spec.length)
-
     def batch(self, split: str, rows: Ints) -> Batch:
         """Return windows, and the same one token later as the target of head `next`."""
-        window_BT = self._window(split, rows)
+        window_BT = self.windows(split, rows)
         tokens_BT = window_BT[:, :-1]
         return Batch(
             tokens=tokens_BT,
@@ -223,28 +255,6 @@ class Text(Task):
             targets={"next": window_BT[:, 1:]},
             weights=np.ones(tokens_BT.shape, dtype=np.float32),
         )
-
-    def groups(self, split: str, rows: Ints) -> dict[str, list[str]]:
-        """Return no groups: text is not broken down."""
-        self._window(split, rows)
-        return {}
-
-    def oracle(self, split: str, rows: Ints) -> None:
-        """Return None: the true distribution of text is unknown."""
-        self._window(split, rows)
-
-    def describe(self, split: str, row: int) -> str:
-        """Return the window's text."""
-        return self.tokenizer.decode(self._window(split, np.array([row]))[0, :-1].tolist())
-
-    def notes(self) -> list[str]:
-        """Return what people should know before they train on it."""
-        made, asked = self.tokenizer.vocab_size, self.spec.vocab_size
-        if self.spec.tokenizer != "bpe" or made >= asked:
-            return []
-        return [
-            f"the text is too short for {asked:,} different pieces: the vocabulary has {made:,}"
-        ]
 
     def facts(self) -> dict[str, Any]:
         """Return the text's origin, size and hash, tokens and bytes per token of each part."""
@@ -266,8 +276,8 @@ class Text(Task):
             },
         }
 
-    def _window(self, split: str, rows: Ints) -> NDArray[np.int64]:
-        """Return (B, T + 1): a window and the token after it."""
+    def windows(self, split: str, rows: Ints) -> NDArray[np.int64]:
+        """Return (B, T + 1): windows and the token after each."""
         part = pick(self._parts, split)
         rows = checked(rows, size=self.sizes()[split], split=split)
         places = rows[:, None] * self.spec.length + np.arange(self.spec.length + 1)
