@@ -25,8 +25,8 @@ class _Declared:
     """The arguments of `option`, kept in the field's metadata."""
 
     help: str
-    flag: str | None
-    label: str | None
+    flag: str
+    label: str
     at_least: float | None
     above: float | None
     at_most: float | None
@@ -46,8 +46,8 @@ def option(
     default: T,
     *,
     help: str,
-    flag: str | None = None,
-    label: str | None = None,
+    flag: str = "",
+    label: str = "",
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -100,7 +100,7 @@ def option(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(_Declared):
     """One option of a spec, resolved: `type` without None, `optional` if None is allowed.
 
     `repeated`: a tuple, typed several times on the command line. `typed` is the type of one
@@ -112,22 +112,6 @@ class Option:
     optional: bool
     repeated: bool
     default: Any
-    help: str
-    flag: str
-    label: str
-    at_least: float | None
-    above: float | None
-    at_most: float | None
-    below: float | None
-    choices: tuple[str, ...]
-    metavar: str | None
-    off: Any
-    hint: str
-    group: str
-    hf: str | None
-    show_default: bool
-    typed: type
-    parse: Callable[[str, str], Any] | None
 
     @property
     def holds_tokens(self) -> bool:
@@ -315,28 +299,20 @@ def _resolve(field: "dataclasses.Field[Any]", hint: Any, declared: _Declared) ->
     typed = declared.typed or (str if declared.parse is not None else own)
     repeated = get_origin(typed) is tuple
     typed = get_args(typed)[0] if repeated else typed
+    stated = {each.name: getattr(declared, each.name) for each in dataclasses.fields(declared)}
     return Option(
         name=field.name,
         type=own,
         optional=type(None) in members,
         repeated=repeated,
         default=field.default,
-        help=declared.help,
-        flag=declared.flag or f"--{field.name.replace('_', '-')}",
-        label=declared.label or field.name.replace("_", " ").capitalize(),
-        at_least=declared.at_least,
-        above=declared.above,
-        at_most=declared.at_most,
-        below=declared.below,
-        choices=declared.choices or words,
-        metavar=declared.metavar,
-        off=declared.off,
-        hint=declared.hint,
-        group=declared.group,
-        hf=declared.hf,
-        show_default=declared.show_default,
-        typed=typed if typed in (int, float, bool) else str,
-        parse=declared.parse,
+        **stated
+        | {
+            "flag": declared.flag or f"--{field.name.replace('_', '-')}",
+            "label": declared.label or field.name.replace("_", " ").capitalize(),
+            "choices": declared.choices or words,
+            "typed": typed if typed in (int, float, bool) else str,
+        },
     )
 
 

@@ -41,6 +41,15 @@ from glassformer.spec.model import (
 )
 
 
+def stack(block: Block, count: int, *, dropout: float = 0.0, final: bool = True) -> Stack:
+    """Return equal blocks, a final norm of their kind, and one dropout rate everywhere."""
+    return Stack(
+        layers=(Layers(count=count, block=block),),
+        final_norm=block.norm if final else None,
+        dropout=Dropout.from_number(dropout),
+    )
+
+
 def budget_lm(
     *,
     vocab_size: int = 16_000,
@@ -64,11 +73,7 @@ def budget_lm(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Learned(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=LayerNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
+        decoder=stack(block, n_layers, dropout=dropout),
         heads=(NextHead(tied=tied),),
         init=NormalInit(std=0.02, scale_residual=scale_residual),
     )
@@ -97,11 +102,7 @@ def modern_lm(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Rotary(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=RMSNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
+        decoder=stack(block, n_layers, dropout=dropout),
         heads=(NextHead(tied=tied),),
         init=NormalInit(std=0.02, scale_residual=True),
     )
@@ -133,11 +134,7 @@ def alibi_lm(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=ALiBi(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=LayerNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
+        decoder=stack(block, n_layers, dropout=dropout),
         heads=(NextHead(tied=tied),),
         init=NormalInit(std=0.02, scale_residual=True),
     )
@@ -164,7 +161,7 @@ def digits(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Sinusoidal(),
-        decoder=Stack(layers=(Layers(count=n_layers, block=block),)),
+        decoder=stack(block, n_layers, final=False),
         heads=(AnswerHead(),),
         init=HeInit(),
     )
@@ -230,11 +227,7 @@ def core(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Learned(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=LayerNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
+        decoder=stack(block, n_layers, dropout=dropout),
         heads=(NextHead(tied=False),),
         init=NormalInit(std=0.02),
     )
@@ -264,15 +257,7 @@ def qwen(
     block = Block(mixer=attention, ffn=SwiGLU(d_ff=d_ff), norm=RMSNorm())
     layers: tuple[Layers, ...] = (Layers(count=n_layers, block=block),)
     if window is not None:
-        windowed = Attention(
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            d_head=d_head,
-            bias=attention.bias,
-            qk_norm=attention.qk_norm,
-            window=window,
-        )
-        sliding = Block(mixer=windowed, ffn=block.ffn, norm=block.norm)
+        sliding = replace(block, mixer=replace(attention, window=window))
         first = min((n_layers + 1) // 2, n_layers - 1)
         runs = ((first, block), (n_layers - first, sliding))
         layers = tuple(Layers(count=count, block=one) for count, one in runs if count)
@@ -328,11 +313,7 @@ def moe(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Rotary(),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=block),),
-            final_norm=RMSNorm(),
-            dropout=Dropout.from_number(dropout),
-        ),
+        decoder=stack(block, n_layers, dropout=dropout),
         heads=(NextHead(tied=tied),),
         init=NormalInit(std=0.02, scale_residual=True),
     )
@@ -409,7 +390,7 @@ def neox(
         d_model=d_model,
         max_seq_len=max_seq_len,
         position=Rotary(share=0.5),
-        decoder=Stack(layers=(Layers(count=n_layers, block=block),), final_norm=LayerNorm()),
+        decoder=stack(block, n_layers),
         heads=(NextHead(tied=False),),
         init=NormalInit(std=0.02),
     )
@@ -440,15 +421,7 @@ def seq2seq(
     )
     both = Attention(n_heads=n_heads, bias="all", causal=False)
     encoder = Block(mixer=both, ffn=ffn, norm=LayerNorm(), placement="pre" if pre_norm else "post")
-    decoder = Block(
-        mixer=Attention(n_heads=n_heads, bias="all"),
-        cross=both,
-        ffn=ffn,
-        norm=LayerNorm(),
-        placement="pre" if pre_norm else "post",
-    )
-    rates = Dropout(embedding=dropout, attention=dropout, residual=dropout, ffn=dropout)
-    final = LayerNorm() if pre_norm else None
+    decoder = replace(encoder, mixer=replace(both, causal=True), cross=both)
     return ModelSpec(
         vocab_size=vocab_size,
         source_vocab_size=source_vocab_size,
@@ -456,12 +429,8 @@ def seq2seq(
         max_seq_len=max_seq_len,
         embedding=ScaledEmbedding() if scaled else PlainEmbedding(),
         position=Sinusoidal(),
-        encoder=Stack(
-            layers=(Layers(count=n_layers, block=encoder),), final_norm=final, dropout=rates
-        ),
-        decoder=Stack(
-            layers=(Layers(count=n_layers, block=decoder),), final_norm=final, dropout=rates
-        ),
+        encoder=stack(encoder, n_layers, dropout=dropout, final=pre_norm),
+        decoder=stack(decoder, n_layers, dropout=dropout, final=pre_norm),
         heads=(NextHead(tied=False, bias=True),),
         init=XavierInit(),
     )
