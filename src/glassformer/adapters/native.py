@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from glassformer.models.weights import weights_of
 from glassformer.nn.cache import Cache
 from glassformer.nn.taps import Taps
 from glassformer.quant.contents import is_model_quantized, quantized_arrays
-from glassformer.spec.checks import at_least, one_of, probability, spec
+from glassformer.spec.checks import at_least, probability, spec
 from glassformer.spec.decoding import KVCache
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.init import NormalInit
@@ -73,8 +73,6 @@ class TrainingConfig:
         at_least("seed", self.seed, 0)
         if self.dropout is not None:
             probability("dropout", self.dropout)
-        if self.precision is not None:
-            one_of("precision", self.precision, get_args(Precision))
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -26,14 +26,16 @@ T = TypeVar("T")
 def spec(cls: type[T]) -> type[T]:
     """Make a frozen, keyword-only, slotted dataclass: a value that describes, and never computes.
 
-    Unions are closed: a field whose type names spec classes accepts exactly those classes, no
-    subclass of them and nothing else. Code that dispatches on such a field ends in
-    `typing.assert_never`, so a new variant cannot be computed as if it were another one.
+    Fields that are words hold one of those that their type names. Unions are closed: a field whose
+    type names spec classes accepts exactly those classes, no subclass of them and nothing else.
+    Code that dispatches on such a field ends in `typing.assert_never`, so a new variant cannot be
+    computed as if it were another one.
     """
     own_checks = cls.__dict__.get("__post_init__")
 
     def checks(self: object) -> None:
         check_variants(self)
+        _check_words(self)
         if own_checks is not None:
             own_checks(self)
 
@@ -123,6 +125,30 @@ def check_variants(node: object) -> None:
         for one in value if isinstance(value, tuple) else (value,):
             if type(one) not in members:
                 raise unknown_variant(name, one, members)
+
+
+def _check_words(node: object) -> None:
+    """Refuse a word that its field does not know; an option's field is checked by its name."""
+    cls: Any = type(node)
+    for name, words, others in _word_fields(cls):
+        value = getattr(node, name)
+        if value not in words and (isinstance(value, str) or type(value) not in others):
+            one_of(name, value, words)
+
+
+@cache
+def _word_fields(cls: Any) -> tuple[tuple[str, tuple[str, ...], frozenset[type]], ...]:
+    """Return the fields that are words, their words, and the types of what else they hold."""
+    found = []
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        others = frozenset(kind for kind in kinds if get_origin(kind) is not Literal)
+        if words and str not in others and not field.metadata:
+            found.append((field.name, tuple(words), others))
+    return tuple(found)
 
 
 def check_member(name: str, value: object, union: Any) -> None:

@@ -9,9 +9,9 @@ digits would turn a released model's late positions by other angles than it has 
 
 import math
 import struct
-from typing import ClassVar, Literal, assert_never, get_args
+from typing import ClassVar, Literal, assert_never
 
-from glassformer.spec.checks import at_least, one_of, positive, spec
+from glassformer.spec.checks import at_least, positive, spec
 from glassformer.spec.errors import InputError
 from glassformer.spec.own import OwnPosition
 
@@ -41,7 +41,6 @@ class Sinusoidal:
 
     def __post_init__(self) -> None:
         positive("base", self.base)
-        one_of("form", self.form, get_args(SinusoidForm))
         at_least("offset", self.offset, 0)
 
     def exponents(self, d_model: int) -> list[float]:

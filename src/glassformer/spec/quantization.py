@@ -5,9 +5,9 @@ is called on disk. The kinds of number are in `spec.schemes`.
 """
 
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from glassformer.spec.checks import one_of, spec
+from glassformer.spec.checks import spec
 from glassformer.spec.errors import InputError, nearest
 from glassformer.spec.manifest import (
     Parameter,
@@ -67,10 +67,6 @@ class QuantSpec:
                 f"a mean of {self.mean_bits:g} bits with {self.scheme.name}",
                 hint="int4, and a mean between 4 and 8",
             )
-        if self.method is not None:
-            one_of("method", self.method, get_args(Method))
-        one_of("tied", self.tied, get_args(Tied))
-        one_of("indivisible", self.indivisible, get_args(Indivisible))
 
     @property
     def resolved_method(self) -> Method:

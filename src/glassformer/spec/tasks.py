@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from glassformer.spec.checks import at_least, one_of, positive, size, spec
 from glassformer.spec.errors import InputError, nearest
@@ -74,7 +74,6 @@ class SequenceTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("operation", self.operation, get_args(Rearrangement))
         at_least("vocab_size", self.vocab_size, 5, most=MOST_SYMBOLS)
         _lengths(self.min_length, self.max_length, longer=self.longer)
         at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
@@ -106,7 +105,6 @@ class FsmTask:
         at_least("symbols", self.symbols, 2, most=MOST_SYMBOLS)
         _lengths(self.min_length, self.max_length, longer=self.longer)
         at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
-        one_of("order", self.order, ("uniform", "weighted"))
 
 
 @spec
@@ -131,15 +129,11 @@ class TextTask:
     text_field: str = "text"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tokenizer, OwnTokenizer):
-            one_of("tokenizer", self.tokenizer, ("characters", "bytes", "bpe"))
         size("vocab_size", self.vocab_size, 256 if self.tokenizer == "bpe" else 2)
         size("length", self.length, 2)
         positive("held_out", self.held_out)
         if self.held_out > 0.5:
             raise InputError(f"held_out {self.held_out} is more than half of the text", hint="0.1")
-        if self.packing is not None:
-            one_of("packing", self.packing, ("apart", "joined"))
         if self.mixture and self.path:
             raise InputError(
                 "a path and a mixture", hint="give the corpora in task.mixture, and no task.path"

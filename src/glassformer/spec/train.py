@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from glassformer.spec.checks import LARGEST, at_least, one_of, positive, probability, size, spec
+from glassformer.spec.checks import LARGEST, at_least, positive, probability, size, spec
 from glassformer.spec.errors import OTHER_WORDS, InputError, nearest
 from glassformer.spec.init import Constant, Uniform
 from glassformer.spec.lacking import Runs, every_field, lacks
@@ -402,7 +402,6 @@ class RunSpec:
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
-        one_of("engine", self.engine, get_args(EngineName))
         for weight in self.train.head_weights:
             self.model.head(weight.head)
         if self.engine in ("native", "numpy"):
