@@ -956,7 +956,7 @@ def page() -> str:
             exact[kind] = exact.get(kind, True) and proof.tokens and proof.bytes and proof.complete
             words.setdefault(kind, features(load(Path(place) / "theirs").spec))
     rows = [
-        f"| `{kind}` | {'both ways' if family.write else 'read'} | {words.get(kind, '')} | "
+        f"| `{kind}` | {'both ways' if family.written else 'read'} | {words.get(kind, '')} | "
         + (f"{worst[kind]:.0e} | {'yes' if exact[kind] else 'NO'} |" if kind in worst else " | |")
         for kind, family in sorted(families.items())
     ]

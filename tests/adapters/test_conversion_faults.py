@@ -14,11 +14,11 @@ from tests.adapters.checkpoints import folder_of, live, tokens
 from tests.planting import Call, Fault, Keyword, Name, mutate, planted
 
 FAULTS = (
-    Fault("theta forgotten", mutate("adapters.families.llama:read_rotary", Keyword("base"), to="THETA"), "qwen2 tied"),
+    Fault("theta forgotten", mutate("adapters.families.rotary:read_rotary", Keyword("base"), to="THETA"), "qwen2 tied"),
     Fault("order of key-value heads", mutate("nn.attention:MultiHeadAttention.forward", Call("_by_head", nth=2), to="{it}.flip(1)"), "llama"),
-    Fault("tied head taken for its own", mutate("adapters.families.llama:read_stack", Call("flag"), to="False"), "qwen2 tied"),
+    Fault("tied head taken for its own", mutate("adapters.keys:spec_of", Call("part_of"), to="NextHead(tied=False)"), "qwen2 tied"),
     Fault("matrices not transposed", mutate("adapters.table:Columns.split", Name("T"), to="{value}.reshape({it}.shape)"), "gpt2"),
-    Fault("gelu of the other kind", mutate("adapters.families.gpt2:read_gpt2", Call("MLP"), arg="activation", to="'gelu'"), "gpt2"),
+    Fault("gelu of the other kind", mutate("adapters.keys:stack_of", Call("part_of", nth=2), to="replace({it}, activation='gelu')"), "gpt2"),
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -93,7 +93,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 )
 @catches(
     "a window one too narrow",
-    "adapters.families.encoders:read_modern",
+    "adapters.families.encoders:_read_windows",
     Binary("+"),
     to="{left}",
     case="modernbert-right",

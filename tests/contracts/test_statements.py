@@ -65,7 +65,7 @@ def test_who_counts_failures_of_the_audit_counts_their_causes_too(name):
 
 def written_with(has) -> set[str]:
     """The model types that are read and written, and whose spec has something."""
-    both = {f.model_type for one in ADAPTERS.values() for f in one.families if f.write}
+    both = {f.model_type for one in ADAPTERS.values() for f in one.families if f.written}
     return {c.model_type for c in CASES.values() if c.model_type in both and has(read_as(c))}
 
 

@@ -110,7 +110,8 @@ IDLE: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "use_mrope": False,
 }
-_NOTHING = object()
+#: The default of a key that must be there.
+REQUIRED = object()
 
 
 class Config:
@@ -154,14 +155,14 @@ class Config:
         full._read = self._read
         return full
 
-    def whole(self, *keys: str, default: Any = _NOTHING, most: int = 2**31) -> int:
+    def whole(self, *keys: str, default: Any = REQUIRED, most: int = 2**31) -> int:
         """Return a whole number above 0, with a limit so that no huge model is tried."""
         value = self.any(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise self.bad(keys[0], value, f"a whole number from 1 to {most:,}")
         return value
 
-    def number(self, *keys: str, default: Any = _NOTHING) -> float:
+    def number(self, *keys: str, default: Any = REQUIRED) -> float:
         """Return a finite number."""
         value = self.any(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -170,27 +171,27 @@ class Config:
             raise self.bad(keys[0], value, "a finite number")
         return float(value)
 
-    def flag(self, *keys: str, default: Any = _NOTHING) -> bool:
+    def flag(self, *keys: str, default: Any = REQUIRED) -> bool:
         """Return true or false."""
         value = self.any(*keys, default=default)
         if not isinstance(value, bool):
             raise self.bad(keys[0], value, "true or false")
         return value
 
-    def one_of(self, key: str, choices: Mapping[str, str], *, default: Any = _NOTHING) -> str:
+    def one_of(self, key: str, choices: Mapping[str, str], *, default: Any = REQUIRED) -> str:
         """Return the meaning of the word at a key."""
         value = self.any(key, default=default)
         if not isinstance(value, str) or value not in choices:
             raise self.bad(key, value, f"one of {', '.join(sorted(choices))}")
         return choices[value]
 
-    def any(self, *keys: str, default: Any = _NOTHING) -> Any:
+    def any(self, *keys: str, default: Any = REQUIRED) -> Any:
         """Return the value of the first of these keys that is present; null counts as absent."""
         self._read.update(keys)
         for key in keys:
             if self.data.get(key) is not None:
                 return self.data[key]
-        if default is _NOTHING:
+        if default is REQUIRED:
             raise FileError(f"{self.file} has no '{keys[0]}'", where=self.where)
         return default
 

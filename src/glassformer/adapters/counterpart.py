@@ -12,14 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from glassformer.adapters.config import Config
-from glassformer.adapters.families.encoders import BERT, DISTILBERT, ROBERTA
-from glassformer.adapters.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from glassformer.adapters.families.gpt2 import GPT2
-from glassformer.adapters.families.layernorm import BIGCODE, LAYERNORM, STARCODER2
-from glassformer.adapters.families.llama import ERNIE, LLAMA, MINISTRAL, MISTRAL, SEED_OSS
-from glassformer.adapters.families.qwen import QWEN2, QWEN3
-from glassformer.adapters.families.relatives import RELATIVES
-from glassformer.adapters.families.translators import TRANSLATORS
+from glassformer.adapters.families.known import FAMILIES
 from glassformer.adapters.table import Family
 from glassformer.spec.checks import check_tree
 from glassformer.spec.errors import GlassError, InputError
@@ -27,20 +20,19 @@ from glassformer.spec.init import NormalInit
 from glassformer.spec.model import Block, Dropout, Layers, ModelSpec, MoE, Stack
 from glassformer.spec.serialize import to_dict
 
-#: The families that are written, in the order of choice where several fit: the one that most
-#: programs read comes first.
-BUILT_IN = {
-    family.model_type: family
-    for family in (
-        *(LLAMA, QWEN2, QWEN3, MISTRAL, GPT2),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
-        *(MINISTRAL, SEED_OSS, ERNIE, STARCODER2, BIGCODE, OLMOE),
-        *RELATIVES,
-        *LAYERNORM,
-        *(BERT, ROBERTA, DISTILBERT),
-        *TRANSLATORS,
-    )
-}
+#: Where several families fit: the ones that most programs read come first.
+FIRST = (
+    *("llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"),
+    *("ministral", "seed_oss", "ernie4_5", "starcoder2", "gpt_bigcode", "olmoe"),
+)
+#: The families that are written, in that order. A second one of a model_type is a body without its
+#: head, or with another.
+BUILT_IN: dict[str, Family] = {}
+for _family in sorted(
+    (family for families in FAMILIES.values() for family in families if family.written),
+    key=lambda family: [*FIRST, family.model_type].index(family.model_type),
+):
+    BUILT_IN.setdefault(_family.model_type, _family)
 SHOWN = 6
 #: The settings with which our encoder-decoder is one of Hugging Face's.
 MARIAN = ("model.position.form=halves", "model.heads.0.tied=true", "model.share_embedding=true")
@@ -53,7 +45,7 @@ def counterpart(
 ) -> Family:
     """Return the family that can write this spec; `first` is tried before the others."""
     check_tree(spec)
-    known = {name: family for name, family in families.items() if family.write is not None}
+    known = {name: family for name, family in families.items() if family.written}
     same = [name for name, family in known.items() if family.model_type == first]
     order = [name for name in (*same, *BUILT_IN, *known) if name in known]
     tried: dict[str, list[str]] = {}

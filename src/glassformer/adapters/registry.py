@@ -189,7 +189,7 @@ def families_that_write() -> dict[str, Family]:
     made: dict[str, Family] = {}
     for adapter in ADAPTERS.values():
         for family in adapter.families:
-            if family.write is not None:
+            if family.written:
                 kind = family.model_type
                 made[family.architecture if kind in made else kind] = family
     return made

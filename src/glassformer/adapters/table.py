@@ -1,20 +1,21 @@
 """Key tables: which tensor of a foreign file is which of our parameters, in both directions.
 
 A table is data: rows of (their template, our template or templates, layout), `{}` standing for the
-layer's number. Each layout can be undone, so a table that reads a folder also writes one; what a
-spec does not have (a bias, a q/k-norm) matches no row. A `Family` is one Hugging Face `model_type`:
-its config to a spec and back, and its table.
+layer's number and `*` for an expert's. Each layout can be undone, so a table that reads a folder
+also writes one; what a spec does not have (a bias, a q/k-norm) matches no row. A `Family` is one
+Hugging Face `model_type`: the table of its config's keys (`keys.py`), and that of its tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, assert_never
+from typing import TYPE_CHECKING, Any, Protocol
 
-from glassformer.adapters.config import Config
+from glassformer.adapters.config import Config, block_of
+from glassformer.adapters.keys import Entries, Facts, Key, read_entries, write_entries
 from glassformer.spec.errors import FileError, InputError
 from glassformer.spec.manifest import manifest
-from glassformer.spec.model import MLP, FeedForward, ModelSpec, MoE, SwiGLU
+from glassformer.spec.model import ModelSpec, rotary_of
 
 if TYPE_CHECKING:  # a design asks which family computes it, without torch or NumPy
     from numpy.typing import NDArray
@@ -62,17 +63,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """`Rows`, transposed: GPT-2 keeps its matrices as (in, out)."""
+    """`Rows`, transposed: GPT-2 keeps its matrices as (in, out). A vector stays as it is."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
-        rows, columns = Rows().stored_shape(shapes)
-        return columns, rows
+        return Rows().stored_shape(shapes)[::-1]
 
     def split(self, stored: Array, shapes: Sequence[Shape]) -> list[Array]:
         return Rows().split(stored.T, shapes)
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
-        return Rows().join(tensors).T.contiguous()
+        return Rows().join(tensors).t().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +170,55 @@ class Experts:
         return torch.stack(made)
 
 
+#: A layout, or what finds the one of a spec.
+AnyLayout = Layout | Callable[[ModelSpec], Layout]
+
+
+def turned(spec: ModelSpec) -> Interleaved:
+    """Return the layout of q and k where neighbouring rows are a rotary pair."""
+    attention = block_of(spec.decoder).attention
+    width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
+    return Interleaved(width, width if rotary is None else rotary.width(width))
+
+
+def by_head(spec: ModelSpec) -> HeadGroups:
+    """Return the layout of q, k and v that are stored head by head."""
+    return HeadGroups(block_of(spec.decoder).attention.head_width(spec.d_model))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Their name, ours, and how the one holds the other."""
 
     theirs: str
     ours: str | tuple[str, ...]
-    layout: Layout = Rows()
+    layout: AnyLayout = Rows()
 
     def names(self) -> tuple[str, ...]:
         """Our templates, as a tuple."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+def named(
+    parts: Mapping[str, str | tuple[str, ...]],
+    *,
+    layer: str = "",
+    layout: AnyLayout = Rows(),  # noqa: B008
+) -> tuple[Row, ...]:
+    """Return the rows of the weight and the bias of each part: its name there, and ours.
+
+    With `layer`, the front of their names of a layer's parts, ours are those of a block.
+    """
+    block = "blocks.{}." if layer else ""
+    return tuple(
+        Row(
+            f"{layer}{theirs}.{leaf}",
+            tuple(f"{block}{one}.{leaf}" for one in ([ours] if isinstance(ours, str) else ours)),
+            layout,
+        )
+        for theirs, ours in parts.items()
+        for leaf in ("weight", "bias")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +284,55 @@ class Plan:
         return name in self.entries or name in self.tied or name in self.ignored
 
 
+QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
+
+
+def decoder_table(
+    body: str,
+    layer: str,
+    *,
+    outer: Mapping[str, str],
+    parts: Mapping[str, str | tuple[str, ...]],
+    layouts: Mapping[str, AnyLayout] | None = None,
+    head: str = "lm_head",
+    ignored: tuple[str, ...] = (),
+    buffers: tuple[str, ...] = (),
+    alone: bool = False,
+    more: tuple[Row, ...] = (),
+) -> Table:
+    """Return the names of a decoder: of its body under a prefix, of its layers, of its head.
+
+    `layouts` are those of parts that are not stored as ours are; `more` are rows beside these.
+    `ignored` are names in a layer that carry nothing, `buffers` complete ones. `alone`: a file may
+    be the body's, and leave the prefix out.
+    """
+    layer, layouts = f"{body}{layer}.{{}}.", layouts or {}
+    own = (
+        row
+        for theirs, ours in parts.items()
+        for row in named({theirs: ours}, layer=layer, layout=layouts.get(theirs, Rows()))
+    )
+    return Table(
+        rows=(
+            *named({**{body + name: ours for name, ours in outer.items()}, head: "heads.next"}),
+            *own,
+            *more,
+        ),
+        ignored=(*buffers, *(layer + name for name in ignored)),
+        prefix=body if alone else "",
+    )
+
+
 def make_plan(table: Table, spec: ModelSpec) -> Plan:
     """Fill a table's templates for this spec; a parameter that no row holds is an error."""
     parameters = {p.name: p for p in manifest(spec)}
     deepest = max(stack.n_layers for stack in spec.stacks().values())
+    experts = max((mixture.n_experts for mixture in spec.mixtures().values()), default=0)
     entries: dict[str, Entry] = {}
     copies: dict[str, str] = {}
     for row in table.rows:
-        for theirs, ours in _filled(row, deepest):
+        layout = row.layout(spec) if callable(row.layout) else row.layout
+        for theirs, ours in _filled(row, deepest, experts):
             found = [parameters[name] for name in ours if name in parameters]
             if not found or len(found) < len(ours):
                 continue
@@ -262,8 +341,7 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
                 copies[theirs] = owner
                 continue
             shapes = tuple(p.shape for p in found)
-            shape = row.layout.stored_shape(shapes)
-            entries[theirs] = Entry(theirs, shape, ours, shapes, row.layout)
+            entries[theirs] = Entry(theirs, layout.stored_shape(shapes), ours, shapes, layout)
     held = {name: theirs for theirs, entry in entries.items() for name in entry.ours}
     without = [p.name for p in parameters.values() if p.tied_to is None and p.name not in held]
     if without:
@@ -281,10 +359,18 @@ def make_plan(table: Table, spec: ModelSpec) -> Plan:
     )
 
 
-def _filled(row: Row, n_layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the row for each layer, or once if it names no layer."""
+def _filled(row: Row, n_layers: int, n_experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the row for each layer, or once if it names none; and for each expert that it names."""
+    every = [str(expert) for expert in range(n_experts)]
     for layer in range(n_layers if "{}" in row.theirs else 1):
-        yield row.theirs.format(layer), tuple(name.format(layer) for name in row.names())
+        theirs, ours = row.theirs.format(layer), [name.format(layer) for name in row.names()]
+        if "*" in theirs:
+            for one in every:
+                yield theirs.replace("*", one), tuple(name.replace("*", one) for name in ours)
+        elif any("*" in name for name in ours):
+            yield theirs, tuple(name.replace("*", one) for one in every for name in ours)
+        else:
+            yield theirs, tuple(ours)
 
 
 def identity_plan(spec: ModelSpec) -> Plan:
@@ -305,19 +391,21 @@ Names = Table | Callable[[ModelSpec], Table]
 class Family:
     """The rules to read and write folders of one `model_type`.
 
-    `read` reads every key that it understands; the rest must be `harmless` or have their `idle`
-    value; `defaults` are transformers' values of keys that a config may leave out. `write` returns
-    the keys from which `read` makes the same spec; a family without it is read only. `live` is the
-    table of a transformers module, where its names are not those of its files. `remote_code`:
-    released folders refer to code of their own, which is not needed; `older` is the name that this
-    code has for the architecture. `encodes`: an encoder-decoder.
+    `keys` are the config's keys, `fixed` the facts that every model of the family has: `keys.py`
+    tells what both hold. Keys that are not there must be `harmless` or have their `idle` value;
+    `defaults` are transformers' values of keys that a config may leave out. `written`: whether
+    specs are exported to it. `live` is the table of a transformers module, where its names are not
+    those of its files. `remote_code`: released folders refer to code of their own, which is not
+    needed; `older` is the name that this code has for the architecture. `encodes`: an
+    encoder-decoder.
     """
 
     model_type: str
     architecture: str
     table: Names
-    read: Callable[[Config], ModelSpec]
-    write: Callable[[ModelSpec], dict[str, Any]] | None = None
+    keys: Entries
+    fixed: Facts = field(default_factory=dict)
+    written: bool = True
     harmless: tuple[str, ...] = ()
     idle: Mapping[str, Any] = field(default_factory=dict)
     remote_code: bool = False
@@ -332,6 +420,11 @@ class Family:
     def title(self) -> str:
         """The name for people: `Llama`, `GPT2`."""
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
+    def key_of(self, *fields: str) -> str | None:
+        """Return the config's key of the first of these fields that has one of its own."""
+        keys = {key.fields[0]: name for name, key in self.keys.items() if isinstance(key, Key)}
+        return next((keys[field] for field in fields if field in keys), None)
 
     @staticmethod
     def of(families: "Sequence[Family]", config: Config) -> "Family | None":
@@ -365,7 +458,7 @@ class Family:
                 f"{', '.join((self.architecture, *self.others))} can be read",
             )
         try:
-            spec = self.read(config)
+            spec = read_entries(self.keys, self.fixed, config)
         except InputError as error:
             raise FileError(
                 f"{config.file}: {error.what}", where=config.where, hint=error.hint
@@ -376,25 +469,11 @@ class Family:
 
     def config_of(self, spec: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
         """Return the complete config.json of a spec, readable by transformers 4.x and 5.x."""
-        assert self.write is not None, "a family that is read only"
+        assert self.written, "a family that is read only"
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **self.write(spec),
+            **write_entries(self.keys, spec),
             "dtype": dtype,
             "torch_dtype": dtype,
         }
-
-
-def dense(ffn: FeedForward) -> MLP | SwiGLU:
-    """A feed-forward that every token passes through; a family without experts refuses others."""
-    match ffn:
-        case MLP() | SwiGLU():
-            return ffn
-        case MoE():
-            raise InputError(
-                "feed-forward: MoE here, one for every token there",
-                hint="no family that is written has experts",
-            )
-        case _ as unreachable:
-            assert_never(unreachable)

@@ -14,7 +14,7 @@ from glassformer.byhand.table import Table
 from glassformer.generation.native.lowering import unknown_part
 from glassformer.spec.lacking import Runs
 from glassformer.spec.model import ModelSpec
-from glassformer.spec.program import Attend, Remember, missing, program
+from glassformer.spec.program import missing, program
 from glassformer.training import stacked
 
 #: What is claimed of an executor: its numbers, its gradients and update, several rows at once, and
@@ -49,12 +49,9 @@ def in_no_table(table: Table) -> Callable[[ModelSpec], str]:
 def continues(model: ModelSpec) -> str:
     """Return why a model continues no sequence; empty if it does."""
     causal = all(block.mixer.causal for block in model.decoder.blocks())
-    if "next" not in model.head_names() or not causal:
-        return "it predicts no next token"
-    for op in program(model).ops:
-        if op.memory is not None and not isinstance(op.kind, Attend | Remember):
-            return f"its cache has no {type(op.kind).__name__} ({op.part})"
-    return ""
+    if "next" in model.head_names() and causal:
+        return ""
+    return "it predicts no next token"
 
 
 def served_together(model: ModelSpec) -> str:

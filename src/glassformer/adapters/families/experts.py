@@ -1,261 +1,119 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE,
-gpt-oss.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, gpt-oss.
 
 Files hold each expert's matrices by themselves; a live module of transformers 5 holds all experts
 of a layer in two tensors, so these families have a second table.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, Config, block_of
+from glassformer.adapters.config import Config
 from glassformer.adapters.families.llama import (
-    BLOCK,
-    FULL,
+    BIAS,
+    HEAD_DIM,
+    KEYS,
     LAYER,
-    SLIDING,
-    TABLE,
-    each_block,
-    kinds_of,
-    optional_whole,
-    own_width,
-    read_gate,
-    read_kinds,
-    read_stack,
-    window_of,
-    write_stack,
+    ROPE,
+    WIDTH,
+    WINDOW,
+    llama_table,
 )
-from glassformer.adapters.families.qwen import read_windows, write_windows
-from glassformer.adapters.families.relatives import multipliers_of, with_multipliers
-from glassformer.adapters.table import Experts, Family, Row, Table
-from glassformer.spec.errors import InputError
-from glassformer.spec.model import MLP, Bias, Block, Clamp, FeedForward, ModelSpec, MoE, SwiGLU
+from glassformer.adapters.families.qwen import qwen_windows
+from glassformer.adapters.families.relatives import MULTIPLIERS
+from glassformer.adapters.families.rotary import rope, windows
+from glassformer.adapters.keys import (
+    GATES,
+    Facts,
+    Own,
+    flag,
+    mixture_of,
+    number,
+    optional,
+    optional_whole,
+    value_of,
+    whole,
+    word,
+)
+from glassformer.adapters.table import Experts, Family, Row, Table, named
+from glassformer.spec.model import Clamp, ModelSpec, MoE, ScaledEmbedding
 
-PARTS = ("gate_proj", "up_proj", "down_proj")
-SHARED = (*(f"shared_expert.{part}" for part in PARTS), "shared_expert_gate")
-
-
-def experts_table(part: str, names: tuple[str, str, str], *, live: bool = False) -> Any:
-    """Return a function to a spec's table; `names` are gate, up and down, `part` holds experts."""
-
-    def table(spec: ModelSpec) -> Table:
-        experts = f"{LAYER}{part}.experts."
-        ours = f"{BLOCK}ffn.experts."
-        every = range(max((mixture.n_experts for mixture in spec.mixtures().values()), default=0))
-        if live:
-            both = tuple(f"{ours}{e}.{one}.weight" for e in every for one in PARTS[:2])
-            down = tuple(f"{ours}{e}.down_proj.weight" for e in every)
-            rows = [
-                Row(f"{experts}gate_up_proj", both, Experts(per=2)),
-                Row(f"{experts}down_proj", down, Experts()),
-            ]
-        else:
-            rows = [
-                Row(f"{experts}{e}.{theirs}.weight", f"{ours}{e}.{one}.weight")
-                for e in every
-                for theirs, one in zip(names, PARTS, strict=True)
-            ]
-        gate = Row(f"{LAYER}{part}.gate.weight", f"{BLOCK}ffn.gate.weight")
-        shared = (Row(f"{LAYER}{part}.{one}.weight", f"{BLOCK}ffn.{one}.weight") for one in SHARED)
-        return Table(rows=(*TABLE.rows, gate, *rows, *shared), ignored=TABLE.ignored)
-
-    return table
+FFN = "blocks.{}.ffn."
+GATE, UP, DOWN = (f"{FFN}experts.*.{part}_proj.weight" for part in ("gate", "up", "down"))
+SHARED = {
+    f"shared_expert.{part}_proj": f"ffn.shared_expert.{part}_proj"
+    for part in ("gate", "up", "down")
+}
 
 
-QWEN_NAMES, MIXTRAL_NAMES = PARTS, ("w1", "w3", "w2")
-QWEN_TABLE = experts_table("mlp", QWEN_NAMES)
-QWEN_LIVE = experts_table("mlp", QWEN_NAMES, live=True)
+def experts_table(
+    part: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Table:
+    """Return the names of a file in which each expert has its own; `part` holds them."""
+    rows = zip((gate, up, down), (GATE, UP, DOWN), strict=True)
+    files = (Row(f"{LAYER}{part}.experts.*.{name}.weight", ours) for name, ours in rows)
+    return _sparse(part, *files)
 
 
-def read_mixture(config: Config, *, d_ff: int, normalize: bool, **own: Any) -> MoE:
-    """Read the experts of a config; their number has one of two names, by version."""
-    names = ("num_local_experts", "num_experts")
-    experts, used = config.whole(*names), config.whole("num_experts_per_tok")
-    if experts < 2:
-        raise config.bad(next(n for n in names if config.has(n)), experts, "2 or more")
-    if used == 1 and normalize:
-        what = "2 or more where their weights are normalised: that of a single one is always 1"
-        raise config.bad("num_experts_per_tok", used, what)
-    return MoE(
-        n_experts=experts,
-        experts_per_token=used,
-        expert=SwiGLU(d_ff=d_ff, activation=read_gate(config)),
-        normalize=normalize,
-        balance=config.number("router_aux_loss_coef", default=0.001),
-        **own,
+def stacked_table(
+    part: str,
+    *,
+    gate_up: str = "experts.gate_up_proj",
+    down: str = "experts.down_proj",
+    router: str = "gate",
+) -> Table:
+    """Return names with which all experts of a layer are in two tensors."""
+    return _sparse(
+        part,
+        Row(f"{LAYER}{part}.{gate_up}", (GATE, UP), Experts(per=2)),
+        Row(f"{LAYER}{part}.{down}", (DOWN,), Experts()),
+        router=router,
     )
 
 
-def mixture_of(spec: ModelSpec) -> MoE:
-    """Return the first mixture of a spec that a family with experts is to write."""
-    for mixture in spec.mixtures().values():
-        return mixture
-    raise InputError("feed-forward: one for every token here, experts there")
+def _sparse(part: str, *experts: Row, router: str = "gate") -> Table:
+    names = {router: "ffn.gate", **SHARED, "shared_expert_gate": "ffn.shared_expert_gate"}
+    return llama_table(more=(*named(names, layer=f"{LAYER}{part}."), *experts))
 
 
-def read_mixtral(config: Config) -> ModelSpec:
-    """Read a Mixtral config: experts in every layer, one window or none."""
-    window = optional_whole(config, "sliding_window")
-    ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
-    return read_stack(
-        config,
-        bias="none",
-        d_head=optional_whole(config, "head_dim"),
-        windows=(window,) * config.whole("num_hidden_layers", most=MOST_LAYERS),
-        ffn=ffn,
-        theta=1_000_000.0,
-    )
+QWEN_TABLE, QWEN_LIVE = experts_table("mlp"), stacked_table("mlp")
 
 
-def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
-    """Return Mixtral's config keys."""
-    mixture = mixture_of(spec)
-    return write_stack(spec, d_ff=mixture.expert.d_ff) | {
-        "num_local_experts": mixture.n_experts,
-        "num_experts_per_tok": mixture.experts_per_token,
-        "router_aux_loss_coef": mixture.balance,
-        "router_jitter_noise": 0.0,
-        "output_router_logits": False,
-        "sliding_window": block_of(spec.decoder).attention.window,
-    }
+def mixture(name: str) -> dict[str, Any]:
+    """Return the entries of a mixture; the number of experts has one of two names, by version."""
 
+    def read(config: Config, facts: Facts) -> None:
+        names = ("num_local_experts", "num_experts")
+        experts, used = config.whole(*names), config.whole("num_experts_per_tok")
+        if experts < 2:
+            raise config.bad(next(n for n in names if config.has(n)), experts, "2 or more")
+        if used == 1 and facts["moe.normalize"]:
+            what = "2 or more where their weights are normalised: that of a single one is always 1"
+            raise config.bad("num_experts_per_tok", used, what)
+        facts |= {"moe.n_experts": experts, "moe.experts_per_token": used}
 
-def with_dense_layers(spec: ModelSpec, config: Config, ffn: FeedForward) -> ModelSpec:
-    """Return the spec with experts in every `decoder_sparse_step`-th layer but some by name."""
-    step = config.whole("decoder_sparse_step", default=1)
-    plain = config.any("mlp_only_layers", default=[])
-    if not isinstance(plain, list):
-        raise config.bad("mlp_only_layers", plain, "a list of layers")
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        own = mixture_of(spec)
+        return {name: own.n_experts, "num_experts_per_tok": own.experts_per_token}
 
-    def change(block: Block, layer: int) -> Block:
-        sparse = layer not in plain and (layer + 1) % step == 0
-        return block if sparse else replace(block, ffn=ffn)
-
-    return each_block(spec, change)
-
-
-def read_qwen_moe(config: Config, **own: Any) -> ModelSpec:
-    """Read what Qwen2-MoE and Qwen3-MoE share; `own` is for `read_stack`.
-
-    A width of the shared expert that is null is the width of the dense feed-forwards.
-    """
-    shared = optional_whole(config, "shared_expert_intermediate_size")
-    if shared is None and config.has("shared_expert_intermediate_size"):
-        shared = config.whole("intermediate_size")
-    ffn = read_mixture(
-        config,
-        d_ff=config.whole("moe_intermediate_size"),
-        normalize=config.flag("norm_topk_prob"),
-        shared=None if shared is None else SwiGLU(d_ff=shared, activation=read_gate(config)),
-        shared_gate=shared is not None,
-    )
-    spec = read_stack(config, ffn=ffn, **own)
-    plain = SwiGLU(d_ff=config.whole("intermediate_size"), activation=read_gate(config))
-    return with_dense_layers(spec, config, plain)
-
-
-def read_qwen2_moe(config: Config) -> ModelSpec:
-    """Read a Qwen2-MoE config: a gated shared expert beside those that the router chooses."""
-    bias = "qkv" if config.flag("qkv_bias") else "none"
-    d_head = optional_whole(config, "head_dim")
-    windows = read_windows(config, alternate=True)
-    return read_qwen_moe(config, bias=bias, d_head=d_head, windows=windows)
-
-
-def read_qwen3_moe(config: Config) -> ModelSpec:
-    """Read a Qwen3-MoE config: no shared expert, q/k-norm, one window or none."""
-    bias = "all" if config.flag("attention_bias") else "none"
-    used, width = config.flag("use_sliding_window"), optional_whole(config, "sliding_window")
-    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    return read_qwen_moe(
-        config,
-        bias=bias,
-        d_head=optional_whole(config, "head_dim"),
-        qk_norm=True,
-        windows=(width if used else None,) * layers,
-    )
-
-
-def write_qwen_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config keys that Qwen's mixtures share."""
-    mixture, blocks = mixture_of(spec), list(spec.decoder.blocks())
-    plain = [layer for layer, block in enumerate(blocks) if not isinstance(block.ffn, MoE)]
-    widths = [block.ffn.d_ff for block in blocks if isinstance(block.ffn, MLP | SwiGLU)]
     return {
-        **write_stack(spec, d_ff=widths[0] if widths else mixture.expert.d_ff),
-        "moe_intermediate_size": mixture.expert.d_ff,
-        "num_experts": mixture.n_experts,
-        "num_experts_per_tok": mixture.experts_per_token,
-        "norm_topk_prob": mixture.normalize,
-        "router_aux_loss_coef": mixture.balance,
+        "experts": Own(read, write),
+        "router_aux_loss_coef": number("moe.balance", default=0.001),
         "output_router_logits": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": plain,
-    }
-
-
-def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return Qwen2-MoE's config keys."""
-    shared = mixture_of(spec).shared
-    if shared is None:
-        raise InputError("feed-forward: no shared expert here, one there")
-    return (
-        write_qwen_moe(spec)
-        | write_windows(spec)
-        | {
-            "shared_expert_intermediate_size": shared.d_ff,
-            "qkv_bias": block_of(spec.decoder).attention.bias == "qkv",
-        }
-    )
-
-
-def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return Qwen3-MoE's config keys."""
-    attention = block_of(spec.decoder).attention
-    own = {
-        "attention_bias": attention.bias == "all",
-        "use_sliding_window": attention.window is not None,
-        "sliding_window": attention.window,
-    }
-    return write_qwen_moe(spec) | own_width(spec) | own
-
-
-def read_olmoe(config: Config) -> ModelSpec:
-    """Read an OLMoE config: q/k-norm over all heads, weights of experts as they are."""
-    ffn = read_mixture(
-        config,
-        d_ff=config.whole("intermediate_size"),
-        normalize=config.flag("norm_topk_prob", default=False),
-    )
-    bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
-    spec = read_stack(config, bias=bias, d_head=None, qk_norm=True, ffn=ffn)
-    return each_block(
-        spec,
-        lambda block, _: replace(block, mixer=replace(block.attention, qk_norm_over="all")),
-    )
-
-
-def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
-    """Return OLMoE's config keys."""
-    mixture = mixture_of(spec)
-    return write_stack(spec, d_ff=mixture.expert.d_ff) | {
-        "num_experts": mixture.n_experts,
-        "num_experts_per_tok": mixture.experts_per_token,
-        "norm_topk_prob": mixture.normalize,
-        "router_aux_loss_coef": mixture.balance,
-        "output_router_logits": False,
-        "attention_bias": block_of(spec.decoder).attention.bias == "all",
     }
 
 
 #: A switch that adds the balance loss to the output; the logits do not depend on it.
 HARMLESS = ("output_router_logits",)
+NORMALIZED = {"moe.normalize": True}
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    experts_table("block_sparse_moe", MIXTRAL_NAMES),
-    read_mixtral,
-    write_mixtral,
+    experts_table("block_sparse_moe", "w1", "w3", "w2"),
+    KEYS
+    | HEAD_DIM
+    | WINDOW
+    | mixture("num_local_experts")
+    | {"rope": rope(theta=1_000_000.0), "router_jitter_noise": 0.0},
+    NORMALIZED,
     harmless=HARMLESS,
     idle={"router_jitter_noise": 0.0},
     defaults={
@@ -264,14 +122,18 @@ MIXTRAL = Family(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
     },
-    live=experts_table("mlp", MIXTRAL_NAMES, live=True),
+    live=stacked_table("mlp"),
 )
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
     QWEN_TABLE,
-    read_olmoe,
-    write_olmoe,
+    KEYS
+    | BIAS
+    | ROPE
+    | {"norm_topk_prob": flag("moe.normalize", default=False)}
+    | mixture("num_experts"),
+    {"qk_norm": True, "attn.qk_norm_over": "all"},
     harmless=HARMLESS,
     defaults={
         "num_experts": 64,
@@ -281,12 +143,65 @@ OLMOE = Family(
     },
     live=QWEN_LIVE,
 )
+
+
+# --- Qwen -----------------------------------------------------------------------------------------
+
+
+def _read_dense(config: Config, facts: Facts) -> None:
+    """Experts are in every `decoder_sparse_step`-th layer but some by name."""
+    step = config.whole("decoder_sparse_step", default=1)
+    plain = config.any("mlp_only_layers", default=[])
+    if not isinstance(plain, list):
+        raise config.bad("mlp_only_layers", plain, "a list of layers")
+    facts["each.dense"] = [n in plain or (n + 1) % step != 0 for n in range(facts["layers"])]
+
+
+def _write_dense(spec: ModelSpec) -> dict[str, Any]:
+    blocks = enumerate(spec.decoder.blocks())
+    plain = [layer for layer, block in blocks if not isinstance(block.ffn, MoE)]
+    width = value_of(spec, "dense.d_ff") or value_of(spec, "ffn.d_ff")
+    return {"decoder_sparse_step": 1, "mlp_only_layers": plain, "intermediate_size": width}
+
+
+QWEN_MOE = (
+    KEYS
+    | {
+        "hidden_act": word(
+            *("ffn.activation", "dense.activation", "shared.activation"),
+            words=GATES,
+            default="silu",
+        ),
+        "moe_intermediate_size": whole("ffn.d_ff"),
+        "intermediate_size": whole("dense.d_ff"),
+        "norm_topk_prob": flag("moe.normalize"),
+        "dense": Own(_read_dense, _write_dense),
+    }
+    | mixture("num_experts")
+    | ROPE
+)
+
+
+def _read_shared(config: Config, facts: Facts) -> None:
+    """A width that is null is the width of the dense feed-forwards."""
+    width = optional_whole(config, "shared_expert_intermediate_size")
+    facts |= {"shared.d_ff": width or facts["dense.d_ff"], "moe.shared_gate": True}
+
+
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     QWEN_TABLE,
-    read_qwen2_moe,
-    write_qwen2_moe,
+    QWEN_MOE
+    | HEAD_DIM
+    | {
+        "shared": Own(
+            _read_shared,
+            lambda spec: {"shared_expert_intermediate_size": value_of(spec, "shared.d_ff")},
+        ),
+        "qkv_bias": flag("attn.bias", yes="qkv", no="none"),
+        "windows": qwen_windows(alternate=True),
+    },
     harmless=HARMLESS,
     defaults={
         "qkv_bias": True,
@@ -297,12 +212,27 @@ QWEN2_MOE = Family(
     },
     live=QWEN_LIVE,
 )
+
+
+def _read_window(config: Config, facts: Facts) -> None:
+    width = optional_whole(config, "sliding_window")
+    facts["attn.window"] = width if config.flag("use_sliding_window") else None
+
+
+def _write_window(spec: ModelSpec) -> dict[str, Any]:
+    window = value_of(spec, "attn.window")
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     QWEN_TABLE,
-    read_qwen3_moe,
-    write_qwen3_moe,
+    QWEN_MOE
+    | {"head_dim": optional("attn.d_head", written="attn.width")}
+    | BIAS
+    | {"window": Own(_read_window, _write_window)},
+    {"qk_norm": True},
     harmless=(*HARMLESS, "max_window_layers"),
     defaults={
         "attention_bias": False,
@@ -315,78 +245,39 @@ QWEN3_MOE = Family(
 )
 
 
-def granite_moe_table(experts: str, gate: tuple[str, str], router: str) -> Any:
-    """Return a function to a spec's table: all experts in one tensor, in files and modules."""
-
-    def table(spec: ModelSpec) -> Table:
-        ours = f"{BLOCK}ffn.experts."
-        every = range(mixture_of(spec).n_experts)
-        both = tuple(f"{ours}{e}.{one}.weight" for e in every for one in PARTS[:2])
-        down = tuple(f"{ours}{e}.down_proj.weight" for e in every)
-        rows = (
-            Row(f"{LAYER}block_sparse_moe.{experts}{gate[0]}", both, Experts(per=2)),
-            Row(f"{LAYER}block_sparse_moe.{experts}{gate[1]}", down, Experts()),
-            Row(f"{LAYER}block_sparse_moe.{router}.weight", f"{BLOCK}ffn.gate.weight"),
-        )
-        return Table(rows=(*TABLE.rows, *rows), ignored=TABLE.ignored)
-
-    return table
-
-
-def read_granite_moe(config: Config) -> ModelSpec:
-    """Read a Granite-MoE config: Granite's factors, experts in every layer."""
-    ffn = read_mixture(config, d_ff=config.whole("intermediate_size"), normalize=True)
-    bias: Bias = "all" if config.flag("attention_bias", default=False) else "none"
-    return with_multipliers(read_stack(config, bias=bias, d_head=None, ffn=ffn), config)
-
-
-def write_granite_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return Granite-MoE's config keys."""
-    mixture = mixture_of(spec)
-    return {
-        **write_stack(spec, d_ff=mixture.expert.d_ff),
-        **multipliers_of(spec),
-        "attention_bias": block_of(spec.decoder).attention.bias == "all",
-        "num_local_experts": mixture.n_experts,
-        "num_experts_per_tok": mixture.experts_per_token,
-        "router_aux_loss_coef": mixture.balance,
-        "output_router_logits": False,
-    }
-
+# --- Granite, gpt-oss: all experts in one tensor, in files and modules ----------------------------
 
 GRANITE_MOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
-    granite_moe_table("", ("input_linear.weight", "output_linear.weight"), "router.layer"),
-    read_granite_moe,
-    write_granite_moe,
+    stacked_table(
+        "block_sparse_moe",
+        gate_up="input_linear.weight",
+        down="output_linear.weight",
+        router="router.layer",
+    ),
+    KEYS | BIAS | ROPE | MULTIPLIERS | mixture("num_local_experts"),
+    NORMALIZED | {"embedding": ScaledEmbedding},
     idle={"output_router_logits": False},
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-    live=granite_moe_table("experts.", ("gate_up_proj", "down_proj"), "router"),
+    live=stacked_table("block_sparse_moe", router="router"),
 )
 
 
-# --- gpt-oss --------------------------------------------------------------------------------------
-
-
-def gpt_oss_table(spec: ModelSpec) -> Table:
-    """Return gpt-oss's table: experts in one tensor as (in, out), gate and up row by row."""
-    every = range(mixture_of(spec).n_experts)
+def gpt_oss_table() -> Table:
+    """Return gpt-oss's names: experts in one tensor as (in, out), gate and up row by row."""
     rows = [
-        Row(f"{LAYER}self_attn.sinks", f"{BLOCK}attn.sinks"),
-        Row(f"{LAYER}mlp.router.weight", f"{BLOCK}ffn.gate.weight"),
-        Row(f"{LAYER}mlp.router.bias", f"{BLOCK}ffn.gate.bias"),
+        Row(f"{LAYER}self_attn.sinks", "blocks.{}.attn.sinks"),
+        *named({"mlp.router": "ffn.gate"}, layer=LAYER),
     ]
     for leaf, ending in (("weight", ""), ("bias", "_bias")):
-        names = [tuple(f"{BLOCK}ffn.experts.{e}.{one}.{leaf}" for one in PARTS) for e in every]
-        both = tuple(name for gate, up, _ in names for name in (gate, up))
-        down = tuple(name for _, _, name in names)
+        gate, up, down = (name.replace("weight", leaf) for name in (GATE, UP, DOWN))
         layout = Experts(per=2, transposed=True, alternating=True)
         rows += [
-            Row(f"{LAYER}mlp.experts.gate_up_proj{ending}", both, layout),
-            Row(f"{LAYER}mlp.experts.down_proj{ending}", down, Experts(transposed=True)),
+            Row(f"{LAYER}mlp.experts.gate_up_proj{ending}", (gate, up), layout),
+            Row(f"{LAYER}mlp.experts.down_proj{ending}", (down,), Experts(transposed=True)),
         ]
-    return Table(rows=(*TABLE.rows, *rows), ignored=TABLE.ignored)
+    return llama_table(more=tuple(rows))
 
 
 #: The rotation where a config has none.
@@ -400,59 +291,34 @@ GPT_OSS_ROPE = {
 }
 
 
-def read_gpt_oss(config: Config) -> ModelSpec:
-    """Read a gpt-oss config: sinks, windows in every other layer, clamped experts with biases."""
-    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    kinds = read_kinds(config, absent=[(SLIDING, FULL)[layer % 2] for layer in range(layers)])
-    window = config.whole("sliding_window")
-    clamp = Clamp(limit=config.number("swiglu_limit"), slope=config.number("swiglu_alpha"))
+def _read_clamp(config: Config, facts: Facts) -> None:
+    config.any("initial_context_length", default=None)  # rope_parameters has it too
+    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
     if not config.data.get("rope_parameters") and not config.data.get("rope_scaling"):
         config.data["rope_parameters"] = dict(GPT_OSS_ROPE)
-    config.any("initial_context_length", default=None)  # rope_parameters has it too
-    expert = SwiGLU(d_ff=config.whole("intermediate_size"), bias=True, clamp=clamp)
-    ffn = replace(
-        read_mixture(config, d_ff=expert.d_ff, normalize=True), expert=expert, router_bias=True
-    )
-    config.one_of("hidden_act", {"silu": "silu"}, default="silu")
-    spec = read_stack(
-        config,
-        bias="all" if config.flag("attention_bias") else "none",
-        d_head=config.whole("head_dim"),
-        windows=[window if kind == SLIDING else None for kind in kinds],
-        ffn=ffn,
-        theta=150_000.0,
-    )
-    return each_block(
-        spec, lambda block, _: replace(block, mixer=replace(block.attention, sinks=True))
-    )
+    limit, slope = config.number("swiglu_limit"), config.number("swiglu_alpha")
+    facts["ffn.clamp"] = Clamp(limit=limit, slope=slope)
 
 
-def write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
-    """Return gpt-oss's config keys."""
-    mixture = mixture_of(spec)
-    gated = mixture.expert if isinstance(mixture.expert, SwiGLU) else SwiGLU(d_ff=1)
-    clamp = gated.clamp or Clamp()
-    return {
-        **write_stack(spec, d_ff=mixture.expert.d_ff),
-        **own_width(spec),
-        "attention_bias": block_of(spec.decoder).attention.bias == "all",
-        "sliding_window": window_of(spec) or 128,
-        "layer_types": kinds_of(spec),
-        "num_local_experts": mixture.n_experts,
-        "num_experts_per_tok": mixture.experts_per_token,
-        "router_aux_loss_coef": mixture.balance,
-        "output_router_logits": False,
-        "swiglu_limit": clamp.limit,
-        "swiglu_alpha": clamp.slope,
-    }
+def _write_clamp(spec: ModelSpec) -> dict[str, Any]:
+    clamp = value_of(spec, "ffn.clamp") or Clamp()
+    return {"swiglu_limit": clamp.limit, "swiglu_alpha": clamp.slope}
 
 
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
-    gpt_oss_table,
-    read_gpt_oss,
-    write_gpt_oss,
+    gpt_oss_table(),
+    KEYS
+    | WIDTH
+    | {"clamp": Own(_read_clamp, _write_clamp)}
+    | mixture("num_local_experts")
+    | {
+        "attention_bias": flag("attn.bias", yes="all", no="none"),
+        "windows": windows(2, absent=128),
+        "rope": rope(theta=150_000.0),
+    },
+    NORMALIZED | {"attn.sinks": True, "ffn.bias": True, "moe.router_bias": True},
     harmless=("experts_per_token",),
     idle={"output_router_logits": False},
     defaults={

@@ -6,188 +6,145 @@ width of its own, and biases everywhere if its config says so. Windows act on la
 `intermediate_size`.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from glassformer.adapters.config import MOST_LAYERS, Config, block_of
-from glassformer.adapters.families.llama import (
-    FULL,
-    SLIDING,
-    TABLE,
-    optional_whole,
-    read_stack,
-    write_stack,
-)
-from glassformer.adapters.table import Family, Row, Table
+from glassformer.adapters.config import Config
+from glassformer.adapters.families.llama import BIAS, HEAD_DIM, KEYS, ROPE, SIZES, TABLE, WIDTH
+from glassformer.adapters.families.rotary import FULL, SLIDING, kinds_of, slide, window_of
+from glassformer.adapters.keys import Facts, Key, Own, flag, number, whole
+from glassformer.adapters.table import QKV, Family, decoder_table
 from glassformer.spec.model import ModelSpec, Rotary
 
 
-def read_windows(config: Config, *, alternate: bool = False) -> tuple[int | None, ...]:
-    """Return a window or None per layer, by `layer_types` or from `max_window_layers` on.
+def qwen_windows(*, alternate: bool = False) -> Own:
+    """Return the entry of a window in some layers: by `layer_types`, or from a layer on.
 
     `alternate`: without `layer_types`, every other layer before `max_window_layers` has a window.
     """
-    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    used = config.flag("use_sliding_window", default=False)
-    there = config.has("sliding_window")
-    unused = not used and config.any("sliding_window", default=None) == 0  # of Qwen2-MoE
-    width = optional_whole(config, "sliding_window") if there and not unused else 4096
-    first = config.any("max_window_layers", default=28)
-    kinds = config.any("layer_types", default=None)
-    window = width if used else None
-    if kinds is None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise config.bad("max_window_layers", first, "a whole number")
-        if alternate:
-            slides = [layer < first and layer % 2 == 0 for layer in range(layers)]
-        else:
-            slides = [layer >= first for layer in range(layers)]
-        return tuple(window if slide else None for slide in slides)
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != layers
-        or any(kind not in (FULL, SLIDING) for kind in kinds)
-        or (window is None and SLIDING in kinds)
-    ):
-        raise config.bad("layer_types", kinds, f"{layers} of {FULL} and, with a window, {SLIDING}")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+    def read(config: Config, facts: Facts) -> None:
+        layers = facts["layers"]
+        used = config.flag("use_sliding_window", default=False)
+        given = config.any("sliding_window", default=None)
+        width: int | None = 4096
+        if config.has("sliding_window") and not (given == 0 and not used):  # of Qwen2-MoE
+            width = None if given is None else config.whole("sliding_window")
+        window = width if used else None
+        first = config.any("max_window_layers", default=28)
+        kinds = config.any("layer_types", default=None)
+        if kinds is None:
+            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+                raise config.bad("max_window_layers", first, "a whole number")
+            some = range(first, layers) if not alternate else range(0, min(first, layers), 2)
+            kinds = [SLIDING if layer in some else FULL for layer in range(layers)]
+        elif (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or any(kind not in (FULL, SLIDING) for kind in kinds)
+            or (window is None and SLIDING in kinds)
+        ):
+            raise config.bad(
+                "layer_types", kinds, f"{layers} of {FULL} and, with a window, {SLIDING}"
+            )
+        slide(facts, kinds, window)
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        kinds, window = kinds_of(spec), window_of(spec)
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else len(kinds),
+            "layer_types": kinds,
+        }
+
+    return Own(read, write)
 
 
-def write_windows(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys that `read_windows` reads."""
-    windows = [block.attention.window for block in spec.decoder.blocks()]
-    width = next((window for window in windows if window is not None), None)
-    sliding = [window is not None for window in windows]
-    return {
-        "use_sliding_window": width is not None,
-        "sliding_window": width,
-        "max_window_layers": sliding.index(True) if any(sliding) else len(windows),
-        "layer_types": [SLIDING if one else FULL for one in sliding],
-    }
-
-
-def read_qwen2(config: Config) -> ModelSpec:
-    """Read a Qwen2 config: always biases on q, k and v."""
-    return read_stack(
-        config,
-        bias="qkv",
-        d_head=optional_whole(config, "head_dim"),
-        n_kv_heads=32,
-        windows=read_windows(config),
-    )
-
-
-def read_qwen3(config: Config) -> ModelSpec:
-    """Read a Qwen3 config: always q/k-norm; `head_dim` is given, or 128."""
-    return read_stack(
-        config,
-        bias="all" if config.flag("attention_bias", default=False) else "none",
-        d_head=config.whole("head_dim", default=128),
-        n_kv_heads=32,
-        windows=read_windows(config),
-        qk_norm=True,
-    )
-
-
-def write_qwen2(spec: ModelSpec) -> dict[str, Any]:
-    """Return Qwen2's config keys."""
-    return write_stack(spec) | write_windows(spec)
-
-
-def write_qwen3(spec: ModelSpec) -> dict[str, Any]:
-    """Return Qwen3's config keys."""
-    attention = block_of(spec.decoder).attention
-    width = attention.head_width(spec.d_model)
-    own = {"attention_bias": attention.bias == "all", "head_dim": width}
-    return write_stack(spec) | write_windows(spec) | own
-
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    TABLE,
+    KEYS | HEAD_DIM | ROPE | {"windows": qwen_windows()},
+    {"attn.bias": "qkv"},
+    defaults={"num_key_value_heads": 32},
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    TABLE,
+    KEYS
+    | BIAS
+    | {"head_dim": replace(WIDTH["head_dim"], default=128)}
+    | ROPE
+    | {"windows": qwen_windows()},
+    {"qk_norm": True},
+    defaults={"num_key_value_heads": 32},
+)
 
 # --- Qwen-1 -------------------------------------------------------------------------------------
 
-LAYER, BLOCK = "transformer.h.{}.", "blocks.{}."
-FUSED = tuple(f"{BLOCK}attn.{letter}_proj." for letter in "qkv")
-TABLE_1 = Table(
-    rows=(
-        Row("transformer.wte.weight", "embed.weight"),
-        Row(f"{LAYER}ln_1.weight", f"{BLOCK}attn_norm.weight"),
-        Row(f"{LAYER}attn.c_attn.weight", tuple(f"{name}weight" for name in FUSED)),
-        Row(f"{LAYER}attn.c_attn.bias", tuple(f"{name}bias" for name in FUSED)),
-        Row(f"{LAYER}attn.c_proj.weight", f"{BLOCK}attn.o_proj.weight"),
-        Row(f"{LAYER}ln_2.weight", f"{BLOCK}ffn_norm.weight"),
-        Row(f"{LAYER}mlp.w2.weight", f"{BLOCK}ffn.gate_proj.weight"),
-        Row(f"{LAYER}mlp.w1.weight", f"{BLOCK}ffn.up_proj.weight"),
-        Row(f"{LAYER}mlp.c_proj.weight", f"{BLOCK}ffn.down_proj.weight"),
-        Row("transformer.ln_f.weight", "final_norm.weight"),
-        Row("lm_head.weight", "heads.next.weight"),
-    ),
-    ignored=("transformer.rotary_emb.inv_freq", f"{LAYER}attn.rotary_emb.inv_freq"),
-)
 
-
-def read_qwen1(config: Config) -> ModelSpec:
-    """Read a Qwen-1 config: `seq_length` is the context; attention is scaled only beyond it."""
-    d_ff = config.whole("intermediate_size")
-    if d_ff % 2:
-        raise config.bad("intermediate_size", d_ff, "even")
+def _read_context(config: Config, facts: Facts) -> None:
+    """Attention is scaled only beyond the context, which `seq_length` says."""
     config.flag("use_dynamic_ntk", default=True)
     config.flag("use_logn_attn", default=True)
-    context = config.whole("seq_length")
-    config.whole("max_position_embeddings", default=context)
-    heads = config.whole("num_attention_heads")
-    same = {
-        "vocab_size": config.whole("vocab_size"),
-        "hidden_size": config.whole("hidden_size"),
-        "num_hidden_layers": config.whole("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": d_ff // 2,
-        "max_position_embeddings": context,
-        "rms_norm_eps": config.number("layer_norm_epsilon", default=1e-6),
-        "rope_theta": config.number("rotary_emb_base", default=10_000.0),
-        "attention_dropout": config.number("attn_dropout_prob", default=0.0),
-        "initializer_range": config.number("initializer_range", default=0.02),
-        "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
-    }
-    d_head = config.whole("kv_channels", default=128)
-    return read_stack(Config(same, where=config.where), bias="qkv", d_head=d_head)
+    facts["max_seq_len"] = config.whole("seq_length")
+    config.whole("max_position_embeddings", default=facts["max_seq_len"])
 
 
-def write_qwen1(spec: ModelSpec) -> dict[str, Any]:
-    """Return Qwen-1's config keys."""
-    keys = write_stack(spec)
-    position = spec.position if isinstance(spec.position, Rotary) else Rotary()
-    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    return {key: keys[key] for key in (*same, "initializer_range", "tie_word_embeddings")} | {
-        "intermediate_size": 2 * keys["intermediate_size"],
-        "kv_channels": block_of(spec.decoder).attention.head_width(spec.d_model),
-        "seq_length": spec.max_seq_len,
-        "max_position_embeddings": spec.max_seq_len,
-        "layer_norm_epsilon": block_of(spec.decoder).norm.eps,
-        "rotary_emb_base": position.base,
-        "attn_dropout_prob": keys["attention_dropout"],
+def _halved(config: Config, *names: str, default: Any) -> int:
+    d_ff = config.whole(*names)
+    if d_ff % 2:
+        raise config.bad(names[0], d_ff, "even")
+    return d_ff // 2
+
+
+QWEN1 = Family(
+    "qwen",
+    "QWenLMHeadModel",
+    decoder_table(
+        "transformer.",
+        "h",
+        outer={"wte": "embed", "ln_f": "final_norm"},
+        parts={
+            "ln_1": "attn_norm",
+            "attn.c_attn": QKV,
+            "attn.c_proj": "attn.o_proj",
+            "ln_2": "ffn_norm",
+            "mlp.w2": "ffn.gate_proj",
+            "mlp.w1": "ffn.up_proj",
+            "mlp.c_proj": "ffn.down_proj",
+        },
+        buffers=(
+            "transformer.rotary_emb.inv_freq",
+            "transformer.h.{}.attn.rotary_emb.inv_freq",
+        ),
+    ),
+    {
+        **{key: SIZES[key] for key in ("vocab_size", "hidden_size")},
+        **{key: SIZES[key] for key in ("num_hidden_layers", "initializer_range")},
+        "num_attention_heads": whole("attn.n_heads", "attn.n_kv_heads"),
+        "tie_word_embeddings": flag("head.tied", default=False),
+        "intermediate_size": Key(fields=("ffn.d_ff",), ask=_halved, outward=lambda d_ff: 2 * d_ff),
+        "kv_channels": whole("attn.d_head", default=128, written="attn.width"),
+        "context": Own(
+            _read_context,
+            lambda spec: dict.fromkeys(("seq_length", "max_position_embeddings"), spec.max_seq_len),
+        ),
+        "layer_norm_epsilon": number("norm.eps", default=1e-6),
+        "rotary_emb_base": number("position.base", default=10_000.0),
+        "attn_dropout_prob": number("dropout.attention", default=0.0),
         "emb_dropout_prob": 0.0,
         "no_bias": True,
         "rotary_pct": 1.0,
         "scale_attn_weights": True,
         "use_dynamic_ntk": False,
         "use_logn_attn": False,
-    }
-
-
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", TABLE, read_qwen2, write_qwen2)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", TABLE, read_qwen3, write_qwen3)
-QWEN1 = Family(
-    "qwen",
-    "QWenLMHeadModel",
-    TABLE_1,
-    read_qwen1,
-    write_qwen1,
+    },
+    {"attn.bias": "qkv", "position": Rotary},
     harmless=(
-        "bf16",
-        "fp16",
-        "fp32",
-        "onnx_safe",
-        "use_flash_attn",
-        "use_cache_kernel",
+        *("bf16", "fp16", "fp32", "onnx_safe", "use_flash_attn", "use_cache_kernel"),
         "softmax_in_fp32",
     ),
     idle={

@@ -140,7 +140,9 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[LoRA, dict[str, NDArray[An
                 where=where,
                 hint="merge the adapter with peft, and load the merged model",
             )
-    ours = {theirs: name for name, theirs in module_names(spec).items()}
+    names = module_names(spec)
+    # Ours too: no other family was known for some models when their adapters were written.
+    ours = {name: name for name in names} | {theirs: name for name, theirs in names.items()}
     arrays: dict[str, NDArray[Any]] = {}
     for name, array in read_tensors(folder / FACTORS).items():
         projection, _, leaf = name.removeprefix(PREFIX).rpartition(".lora_")

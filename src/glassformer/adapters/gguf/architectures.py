@@ -11,31 +11,30 @@ from typing import Any
 
 from glassformer.adapters.config import block_of
 from glassformer.adapters.families import experts, gpt2, layernorm, llama, qwen, relatives
-from glassformer.adapters.table import Family
+from glassformer.adapters.table import QKV, Family
 from glassformer.spec.errors import InputError
-from glassformer.spec.model import ModelSpec
+from glassformer.spec.model import LayerNorm, ModelSpec
 
-RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 #: Ours by llama.cpp's name; several of ours are stacked by rows.
 Parts = Mapping[str, str | tuple[str, ...]]
+#: A config in words of its family's own, made of the common ones and the names of the tensors.
+Translation = Callable[[dict[str, Any], Collection[str]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What llama.cpp calls the parts and settings of a family, and what it always has.
 
-    `eps` is config.json's key of the norms' constant, and GGUF's; `wholes`, `numbers` and `flags`
-    are further settings, GGUF's key and config.json's; `fixed` is what every model of the
-    architecture has, `biases` which tensor shows a switch. `turned`: rows of q and k are rotary
-    neighbours. `part`: the key of the rotated part of a head. `window`: files have one. `width`:
-    the key that has the width of a head, whatever it is. `shifted`: gains are stored plus 1.
-    `called` is GGUF's name where it is not that of the entry; `rotary`: positions are rotations.
-    `parts` may depend on the spec. `translated` makes a family's config of one in common words and
-    of the names of the file's tensors.
+    `wholes`, `numbers` and `flags` are settings beside sizes and the norms' constant, GGUF's key
+    and config.json's; `fixed` is what every model of the architecture has, `biases` which tensor
+    shows a switch. `turned`: rows of q and k are rotary neighbours. `part`: the key of the rotated
+    part of a head. `window`: files have one. `width`: a further key that has the width of a head.
+    `shifted`: gains are stored plus 1. `called` is GGUF's name where it is not that of the entry.
+    `parts` may depend on the spec. `translated` changes the config, which then has the number of
+    keys and values as `num_key_value_heads`.
     """
 
     family: Family
-    eps: tuple[str, str] = ("rms_norm_eps", RMS)
     wholes: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -45,11 +44,23 @@ class Architecture:
     turned: bool = False
     part: str = ""
     window: bool = False
-    widths: tuple[str, ...] = ()
+    width: str = ""
     shifted: bool = False
     called: str = ""
-    rotary: bool = True
-    translated: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    translated: Translation | None = None
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions are rotations."""
+        return "rope" in self.family.keys
+
+    @property
+    def eps(self) -> tuple[str, str]:
+        """The keys of the norms' constant: config.json's, and GGUF's."""
+        own = self.family.key_of("norm.eps")
+        assert own is not None
+        layered = self.family.fixed.get("norm") is LayerNorm
+        return own, f"attention.layer_norm_{'' if layered else 'rms_'}epsilon"
 
     def name(self, entry: str) -> str:
         """Return GGUF's name of the architecture under this entry."""
@@ -60,53 +71,31 @@ class Architecture:
         return self.parts(spec) if callable(self.parts) else self.parts
 
 
-# --- families that say their sizes in words of their own ------------------------------------------
-
-
-def bloom_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]:
-    """Return Bloom's config: its feed-forwards are four times as wide, each head has a key."""
-    _as_in("feed_forward_length", config.pop("intermediate_size"), 4 * config["hidden_size"])
-    _as_in("head_count_kv", config.pop("num_key_value_heads"), config["num_attention_heads"])
-    names = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    names["max_position_embeddings"] = "seq_length"
-    return {names.get(key, key): value for key, value in config.items()}
+# --- families that say other things than sizes in words of their own ------------------------------
 
 
 def mpt_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]:
     """Return MPT's config; its largest linear bias is in a table."""
-    _as_in("head_count_kv", config.pop("num_key_value_heads"), config["num_attention_heads"])
-    _as_in("feed_forward_length", config.pop("intermediate_size"), 4 * config["hidden_size"])
+    same_heads(config)
     most = config.pop("alibi_bias_max")
-    names = {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
-    names |= {"max_position_embeddings": "max_seq_len", "hidden_size": "d_model"}
-    return {
-        **{names.get(key, key): value for key, value in config.items()},
-        "attn_config": {"alibi": True, "alibi_bias_max": most},
-    }
+    return {**config, "attn_config": {"alibi": True, "alibi_bias_max": most}}
 
 
-def gpt2_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]:
-    """Return GPT-2's config."""
-    _as_in("head_count_kv", config.pop("num_key_value_heads"), config["num_attention_heads"])
-    return {GPT2_NAMES.get(key, key): value for key, value in config.items()}
+def same_heads(config: dict[str, Any]) -> None:
+    """Require a key for each head of a family that has no number of keys."""
+    keys, heads = config.pop("num_key_value_heads"), config.get("n_heads", config.get("n_head"))
+    if keys != heads:
+        raise InputError(f"head_count_kv: {keys}, and what is read here has {heads}")
 
 
 def starcoder_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]:
     """Return StarCoder's config: one key for all heads, or one for each."""
-    keys, heads = config.pop("num_key_value_heads"), config["num_attention_heads"]
-    if keys != 1:
-        _as_in("head_count_kv", keys, heads)
-    made = {GPT2_NAMES.get(key, key): value for key, value in config.items()}
-    return made | {"multi_query": keys == 1 < heads}
-
-
-GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
+    alone = config["num_key_value_heads"] == 1 < config["n_head"]
+    if alone:
+        del config["num_key_value_heads"]
+    else:
+        same_heads(config)
+    return config | {"multi_query": alone}
 
 
 def falcon_config(config: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -114,7 +103,6 @@ def falcon_config(config: dict[str, Any], tensors: Collection[str]) -> dict[str,
     keys, heads = config.pop("num_key_value_heads"), config["num_attention_heads"]
     two = "blk.0.attn_norm_2.weight" in tensors
     new = two or keys not in (1, heads)
-    config["ffn_hidden_size"] = config.pop("intermediate_size")
     return config | {
         "num_kv_heads": keys,
         "multi_query": keys == 1,
@@ -143,13 +131,7 @@ def gpt_oss_config(config: dict[str, Any], _: Collection[str]) -> dict[str, Any]
     return config
 
 
-def _as_in(key: str, value: int, wanted: int) -> None:
-    if value != wanted:
-        raise InputError(f"{key}: {value}, and what is read here has {wanted}")
-
-
 GATES = ("ffn.gate_proj", "ffn.up_proj")
-QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 AROUND = {
     "post_attention_norm": "attn_post_norm",
     "post_ffw_norm": "ffn_post_norm",
@@ -175,7 +157,7 @@ CAPS = {
 GEMMAS: dict[str, Any] = {
     "parts": AROUND,
     "window": True,
-    "widths": ("head_dim", "query_pre_attn_scalar"),
+    "width": "query_pre_attn_scalar",
     "shifted": True,
 }
 #: By GGUF's name. llama.cpp's own Llama reads Mistral's files too, without their window.
@@ -186,7 +168,7 @@ ARCHITECTURES = {
         biases=GATED_BIASES,
     ),
     "qwen2": Architecture(qwen.QWEN2),
-    "qwen3": Architecture(qwen.QWEN3, widths=("head_dim",)),
+    "qwen3": Architecture(qwen.QWEN3),
     "granite": Architecture(
         relatives.GRANITE,
         turned=True,
@@ -214,23 +196,19 @@ ARCHITECTURES = {
         experts.QWEN3_MOE,
         wholes=SPARSE | WIDE_EXPERTS,
         fixed=EVERY_LAYER | {"norm_topk_prob": True},
-        widths=("head_dim",),
     ),
     "starcoder2": Architecture(
         layernorm.STARCODER2,
-        eps=("norm_epsilon", LAYER_NORM),
         fixed={"sliding_window": None, "use_bias": True},
     ),
     "stablelm": Architecture(
         layernorm.STABLELM,
-        eps=("layer_norm_eps", LAYER_NORM),
         flags={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": Q_BIAS},
         part="partial_rotary_factor",
     ),
     "gptneox": Architecture(
         layernorm.NEOX_FAMILY,
-        eps=("layer_norm_eps", LAYER_NORM),
         flags={"use_parallel_residual": "use_parallel_residual"},
         parts=FUSED,
         biases={"attention_bias": "blk.0.attn_qkv.bias"},
@@ -238,7 +216,6 @@ ARCHITECTURES = {
     ),
     "command-r": Architecture(
         layernorm.COHERE,
-        eps=("layer_norm_eps", LAYER_NORM),
         numbers={"logit_scale": "logit_scale"},
         biases={"attention_bias": Q_BIAS},
         turned=True,
@@ -250,7 +227,6 @@ ARCHITECTURES = {
         relatives.GLM4,
         parts=AROUND | {"ffn_up": GATES},
         biases={"attention_bias": Q_BIAS},
-        widths=("head_dim",),
         part="partial_rotary_factor",
         turned=True,
     ),
@@ -260,7 +236,7 @@ ARCHITECTURES = {
         fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None},
         **GEMMAS,
     ),
-    "gemma": Architecture(relatives.GEMMA, widths=("head_dim",), shifted=True),
+    "gemma": Architecture(relatives.GEMMA, shifted=True),
     "mixtral": Architecture(
         experts.MIXTRAL,
         called="llama",
@@ -277,11 +253,8 @@ ARCHITECTURES = {
         llama.SEED_OSS,
         parts={"post_attention_norm": "ffn_norm"},
         biases={"attention_bias": Q_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
-        widths=("head_dim",),
     ),
-    "ernie4_5": Architecture(
-        llama.ERNIE, turned=True, biases={"use_bias": Q_BIAS}, widths=("head_dim",)
-    ),
+    "ernie4_5": Architecture(llama.ERNIE, turned=True, biases={"use_bias": Q_BIAS}),
     "exaone4": Architecture(
         relatives.EXAONE4,
         parts=AFTER,
@@ -291,7 +264,6 @@ ARCHITECTURES = {
     "smollm3": Architecture(relatives.SMOLLM3, turned=True),
     "cohere2": Architecture(
         layernorm.COHERE2,
-        eps=("layer_norm_eps", LAYER_NORM),
         numbers={"logit_scale": "logit_scale"},
         biases={"attention_bias": Q_BIAS},
         turned=True,
@@ -302,49 +274,36 @@ ARCHITECTURES = {
         wholes=LOCAL_SPARSE | {"expert_feed_forward_length": "intermediate_size"},
         parts={"post_attention_norm": "ffn_norm"},
         biases={"attention_bias": Q_BIAS},
-        widths=("head_dim",),
         window=True,
         translated=gpt_oss_config,
     ),
     "phi2": Architecture(
         layernorm.PHI,
-        eps=("layer_norm_eps", LAYER_NORM),
         parts=FUSED,
         part="partial_rotary_factor",
     ),
     "falcon": Architecture(
         layernorm.FALCON,
-        eps=("layer_norm_epsilon", LAYER_NORM),
         parts=falcon_parts,
         translated=falcon_config,
     ),
     "bloom": Architecture(
         layernorm.BLOOM,
-        eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
-        rotary=False,
-        translated=bloom_config,
     ),
     "mpt": Architecture(
         layernorm.MPT,
-        eps=("layer_norm_epsilon", LAYER_NORM),
         numbers={"attention.max_alibi_bias": "alibi_bias_max"},
         parts=FUSED,
-        rotary=False,
         translated=mpt_config,
     ),
     "gpt2": Architecture(
         gpt2.GPT2,
-        eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
-        rotary=False,
-        translated=gpt2_config,
     ),
     "starcoder": Architecture(
         layernorm.BIGCODE,
-        eps=("layer_norm_epsilon", LAYER_NORM),
         parts=FUSED,
-        rotary=False,
         translated=starcoder_config,
     ),
 }

@@ -17,6 +17,7 @@ from glassformer.adapters.counterpart import differences, nearest_of
 from glassformer.adapters.families.llama import MISTRAL
 from glassformer.adapters.gguf.architectures import ARCHITECTURES, Architecture
 from glassformer.adapters.gguf.header import shortest
+from glassformer.adapters.keys import Key, value_of
 from glassformer.adapters.table import (
     Array,
     Experts,
@@ -31,21 +32,21 @@ from glassformer.adapters.table import (
     make_plan,
 )
 from glassformer.spec.errors import FileError, GlassError, InputError
-from glassformer.spec.model import ALiBi, Llama3Scaling, ModelSpec, MoE, Rotary, rotary_of
+from glassformer.spec.model import ALiBi, Llama3Scaling, ModelSpec, Rotary, rotary_of
 from glassformer.spec.position import rotary_frequencies, single
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The key behind the architecture's name, and config.json's.
+#: The key behind the architecture's name, and the fields that it says: the first that a family has.
 WHOLE = {
-    "vocab_size": "vocab_size",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "context_length": "max_position_embeddings",
+    "vocab_size": ("vocab_size",),
+    "embedding_length": ("d_model",),
+    "block_count": ("layers",),
+    "feed_forward_length": ("dense.d_ff", "ffn.d_ff"),
+    "attention.head_count": ("attn.n_heads",),
+    "attention.head_count_kv": ("attn.n_kv_heads",),
+    "context_length": ("max_seq_len",),
 }
 THETA = "rope.freq_base"
 WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -95,8 +96,18 @@ def read_settings(
         THETA: 10_000.0,
     }
     found = Config(absent | own, where=where, file="the metadata")
-    config: dict[str, Any] = {name: found.whole(theirs) for theirs, name in WHOLE.items()}
-    config |= {made.eps[0]: found.number(made.eps[1])}
+    sizes = {theirs: found.whole(theirs) for theirs in WHOLE}
+    config: dict[str, Any] = {made.eps[0]: found.number(made.eps[1])}
+    heads, d_model = sizes["attention.head_count"], sizes["embedding_length"]
+    usual = {"feed_forward_length": 4 * d_model, "attention.head_count_kv": heads}
+    for theirs, fields in WHOLE.items():
+        if (name := family.key_of(*fields)) is not None:
+            config[name] = sizes[theirs]
+        elif made.translated is not None and fields == ("attn.n_kv_heads",):
+            config["num_key_value_heads"] = sizes[theirs]
+        elif sizes[theirs] != usual[theirs]:
+            what = f"{theirs}: {sizes[theirs]}, and what is read here has {usual[theirs]}"
+            raise FileError(f"the metadata: {what}", where=where)
     config |= {name: found.whole(theirs) for theirs, name in made.wholes.items()}
     config |= {name: found.number(theirs) for theirs, name in made.numbers.items()}
     config |= {name: found.flag(theirs) for theirs, name in made.flags.items()}
@@ -104,23 +115,26 @@ def read_settings(
     config |= made.fixed
     if made.window:
         config["sliding_window"] = found.whole("attention.sliding_window")
-    width = _head_width(found, config, made)
-    if width * config["num_attention_heads"] != config["hidden_size"]:
+    width = _head_width(found, config, made, usual=max(d_model // heads, 1))
+    stated = family.keys.get("head_dim")
+    if width * heads != d_model or (isinstance(stated, Key) and stated.default is not None):
         config["head_dim"] = width
-    config |= dict.fromkeys(made.widths, width)
+    if made.width:
+        config[made.width] = width
     config["rope_theta"] = found.number(THETA)
-    config["rope_scaling"] = _scaling(found, config["max_position_embeddings"])
+    config["rope_scaling"] = _scaling(found, sizes["context_length"])
     if factors is not None:
         if config["rope_scaling"] is not None:
             raise FileError(f"{FACTORS} and a scaling of positions as well", where=where)
-        stated = metadata.get(LLAMA3_KEY)
-        config["rope_scaling"] = _llama3(factors, stated, config["rope_theta"], width, where)
+        config["rope_scaling"] = _llama3(
+            factors, metadata.get(LLAMA3_KEY), config["rope_theta"], width, where
+        )
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if not made.rotary:
         if config["rope_scaling"] is not None:
             raise found.bad(f"{SCALING}type", found.any(f"{SCALING}type"), "none")
         del config["rope_theta"], config["rope_scaling"]
-    if entry == "llama" and config["hidden_size"] % config["num_attention_heads"]:
+    if entry == "llama" and d_model % heads:
         family = MISTRAL
         del config["attention_bias"], config["mlp_bias"]
         config |= {"sliding_window": None}
@@ -161,10 +175,9 @@ def _whole_model(metadata: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _head_width(found: Config, config: dict[str, Any], made: Architecture) -> int:
+def _head_width(found: Config, config: dict[str, Any], made: Architecture, *, usual: int) -> int:
     """Return the width of a head; of a head that is rotated in part, note the part."""
-    usual = config["hidden_size"] // config["num_attention_heads"]
-    width = found.whole(WIDTHS[0], default=max(usual, 1))
+    width = found.whole(WIDTHS[0], default=usual)
     if found.whole(WIDTHS[1], default=width) != width:
         raise found.bad(WIDTHS[1], found.any(WIDTHS[1]), f"{width}, the width of a head")
     turned = found.whole(WIDTHS[2], default=width)
@@ -234,22 +247,15 @@ def write_settings(spec: ModelSpec, entry: str) -> dict[str, Any]:
     attention = block.attention
     width, rotary = attention.head_width(spec.d_model), rotary_of(attention, spec.position)
     turned = spec.position if isinstance(spec.position, Rotary) else rotary
-    ffn = block.ffn.expert if isinstance(block.ffn, MoE) else block.ffn
-    sizes: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.d_model,
-        "num_hidden_layers": spec.n_layers,
-        "intermediate_size": ffn.d_ff,
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.kv_heads,
-        "max_position_embeddings": spec.max_seq_len,
-        "alibi_bias_max": spec.position.max_bias if isinstance(spec.position, ALiBi) else 0.0,
-    }
-    config = sizes | config
+    if isinstance(spec.position, ALiBi):
+        config["alibi_bias_max"] = spec.position.max_bias
     needed = (one.eps[0], *one.wholes.values(), *one.numbers.values(), *one.flags.values())
     if lacking := [name for name in needed if name not in config]:
         raise InputError(f"{', '.join(lacking)}: there it is stored, and this model has none")
-    own: dict[str, Any] = {theirs: config[name] for theirs, name in WHOLE.items()}
+    own: dict[str, Any] = {theirs: value_of(spec, fields[-1]) for theirs, fields in WHOLE.items()}
+    own["attention.head_count_kv"] = attention.kv_heads
+    if (dense := one.family.key_of("dense.d_ff")) is not None:
+        own["feed_forward_length"] = config[dense]
     own |= {one.eps[1]: float(config[one.eps[0]])}
     if one.rotary:
         own[THETA] = 10_000.0 if turned is None else float(turned.base)

@@ -423,11 +423,8 @@ class Diagram:
             left, start = pad + WIDTH + 34, top
         panels: list[tuple[Element, float]] = []
         if self.insides:  # of the first block
-            panels = [
-                inside_of(part)
-                for part in columns[-1].layers[0].parts
-                if part.kind in ("attn", "ffn") and part.inside is not None
-            ]
+            parts = {part.kind: part for part in columns[-1].layers[0].parts}
+            panels = [inside_of(parts["attn"]), inside_of(parts["ffn"])]
         for panel, tall in panels:
             move = {"transform": f"translate({left:g} {start:g})"}
             drawn.append(Element("g", move, (panel,)))
