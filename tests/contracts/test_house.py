@@ -381,6 +381,8 @@ def undocumented(module: str) -> list[str]:
 
 #: Why a module with a single importer is a file of its own. A table is the importer of its members.
 ONE_IMPORTER = {
+    "adapters.families.encoders": "a kind of families; known is their table",
+    "adapters.families.translators": "a kind of families; known is their table",
     "costs.activations": "what a backward keeps, kind by kind; estimates adds the rest of a step",
     "checks.executors": "the table of executors; the command that shows it reads it",
     "checks.rows.processes": "a row that starts processes of its own; the catalogue is the table",
