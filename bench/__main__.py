@@ -10,6 +10,11 @@ import json
 import pkgutil
 from pathlib import Path
 
+from glassformer.kernels.threads import sleep_soon_while_waiting, widest_blas
+
+sleep_soon_while_waiting()
+widest_blas()  # as `glass` does, before NumPy is loaded
+
 import torch
 
 import bench

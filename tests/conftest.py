@@ -18,6 +18,10 @@ from typing import Any
 # Two thread pools on two cores wait for each other; OpenBLAS reads this when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from glassformer.kernels.threads import widest_blas
+
+widest_blas()  # as the command does, so that a run of either has the same bits
+
 import numpy as np
 import pytest
 import torch

@@ -9,6 +9,7 @@ from glassformer.byhand.c_table import C
 from glassformer.byhand.model import Model
 from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.pass_context import Array
+from glassformer.kernels import training as c
 from glassformer.kernels.threads import taking
 from glassformer.spec.block import Dropout
 from glassformer.spec.model import ModelSpec
@@ -49,9 +50,36 @@ def test_every_gradient_is_numpys(name: str, segments: bool) -> None:
         assert apart <= max(LEAST, UNITS * rounding), (key, apart, rounding)
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7), (301, 257, 131), (131, 67, 613), (1, 9, 1), (0, 3, 5)]
+)
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_product_in_chunks_is_the_product(
+    shape: tuple[int, int, int], turned: tuple[bool, bool]
+) -> None:
+    """Of matrices as they are, transposed, and columns of wider ones; written, or added."""
+    rng, (M, K, N) = np.random.default_rng(2), shape
+    wide_a = rng.normal(size=(K, M + 4) if turned[0] else (M, K + 4)).astype(np.float32)
+    wide_b = rng.normal(size=(N, K + 2) if turned[1] else (K, N + 2)).astype(np.float32)
+    a = wide_a[:, 3 : 3 + M].T if turned[0] else wide_a[:, 3 : 3 + K]
+    b = wide_b[:, 1 : 1 + K].T if turned[1] else wide_b[:, 1 : 1 + N]
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    found = []
+    for threads in (1, 2):
+        room = np.full((M, N + 6), 7.0, np.float32)
+        with taking(threads):
+            c.product(a, b, out=room[:, 2 : 2 + N])
+            once = room.copy()
+            c.product(a, b, out=room[:, 2 : 2 + N], add=True)
+        found.append(room.tobytes())
+        for got, times in ((once, 1), (room, 2)):
+            np.testing.assert_allclose(got[:, 2 : 2 + N], times * exact, rtol=1e-4, atol=1e-3)
+            assert (got[:, :2] == 7).all() and (got[:, 2 + N :] == 7).all()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", ["budget-lm", "seq2seq", "qwen", "t5"])
 def test_threads_change_no_bit_of_a_step(name: str) -> None:
-    """Of the passes in C: products are BLAS's, on one thread here."""
     spec, found = MODELS[name], []
     weights = torch_twin(spec)[1]
     for threads in (1, 2):

@@ -41,6 +41,7 @@ FAULTS = (
     CFault("an activation's gradient without its density", "train_parts.h", "if (slope) *slope = FMA(x * FILL(0.39894228f),", "if (slope) *slope = FMA(x * FILL(FAULT ? 0.0f : 0.39894228f),", ARRAYS, "core"),
     CFault("columns of half their rows", "train_parts.h", "sums += NAME(get)(columns->x + m * columns->row + i, D - i);", "sums += NAME(get)(columns->x + m * columns->row + i, D - i) * FILL(FAULT && m % 2 ? 0.0f : 1.0f);", ARRAYS, "core"),
     CFault("a cap that its gradient ignores", "train_attention.h", "if (a->softcap > 0) d *=", "if (a->softcap > 0 && !FAULT) d *=", ARRAYS, "gemma"),
+    CFault("a product's last chunk left out", "train.c", "(cut + p->chunk - 1) / p->chunk, 1,", "(cut + (FAULT ? 0 : p->chunk - 1)) / p->chunk, 1,", STEP, "qwen"),
 
     CFault("a native norm of a wrong width", "step_parts.h", "float mean = 0, width = (float)op->width;", "float mean = 0, width = (float)(op->width + FAULT);", NATIVE, "core"),
     CFault("sines of the position before", "step_parts.h", "const float *sin = op->bias + work->step->position[m] * half;", "const float *sin = op->bias + (work->step->position[m] - (FAULT && work->step->position[m])) * half;", NATIVE, "qwen"),

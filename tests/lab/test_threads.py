@@ -11,6 +11,7 @@ import torch
 
 from glassformer.data.build_task import build_task
 from glassformer.kernels.threads import (
+    CORE,
     FLOPS,
     OPENMP,
     SPINS,
@@ -20,6 +21,7 @@ from glassformer.kernels.threads import (
     taking,
     threads_for,
     threads_of_decoding,
+    widest_blas,
 )
 from glassformer.lab.recipes import recipe
 from glassformer.lab.runs.process import recorded_threads, threads_of_run
@@ -141,6 +143,31 @@ def test_threads_sleep_soon_while_they_wait_unless_someone_knows_better(monkeypa
         assert [os.environ.get(other) for other in OPENMP].count(None) == len(OPENMP) - 1
     for name in OPENMP:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "told"),
+    [
+        ("AuthenticAMD", "fma avx512f avx512bw avx512dq avx512vl avx512cd", "SkylakeX"),
+        ("AuthenticAMD", "fma avx512f avx512bw avx512dq avx512vl", None),  # Not all of them
+        ("GenuineIntel", "fma avx512f avx512bw avx512dq avx512vl avx512cd", None),  # OpenBLAS knows
+        ("", "", None),
+    ],
+)
+def test_avx512_of_amd_is_told_to_numpys_products(vendor, flags, told, tmp_path, monkeypatch):
+    monkeypatch.delenv(CORE, raising=False)
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\nprocessor : 1\n")
+    widest_blas(str(file))
+    assert os.environ.get(CORE) is None  # NumPy is loaded: too late
+    monkeypatch.delitem(sys.modules, "numpy")
+    widest_blas(str(tmp_path / "none"))
+    assert os.environ.get(CORE) is None
+    widest_blas(str(file))
+    assert os.environ.get(CORE) == told
+    monkeypatch.setenv(CORE, "Haswell")
+    widest_blas(str(file))
+    assert os.environ[CORE] == "Haswell"
 
 
 def test_the_command_decides_before_torch_is_loaded():

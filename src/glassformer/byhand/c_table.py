@@ -1,4 +1,4 @@
-"""The table in C: the passes of a training step over memory, in float32; products stay BLAS's.
+"""The table in C: the passes of a training step over memory, in float32; products by NumPy's BLAS.
 
 Each operation declares what it takes, and what it does not take falls back to NumPy's, kind by
 kind. Numbers are float32's: rounding apart, they are NumPy's.
@@ -22,6 +22,8 @@ from glassformer.spec.lacking import ANY, Runs
 
 # B batch, T query length, S key length, M rows (B x T), W width, N heads, H d_head, P parameters
 
+#: Numbers of a gradient that one thread scales at least.
+ROW = 4096
 Made = tuple[Array, Any]
 Grads = Sequence[Array | None]
 
@@ -64,7 +66,7 @@ def _linear(step: Step, inputs: Sequence[Array], run: Run) -> Made:
     (x_MI,), weight = inputs, step.weights[0]
     weight_IO = weight if step.kind.transposed else weight.T
     out_MO = run.ws.take((len(x_MI), weight_IO.shape[1]))
-    np.matmul(x_MI, weight_IO, out=out_MO)
+    c.product(x_MI, weight_IO, out=out_MO)
     if len(step.weights) > 1:
         c.add(out_MO, step.weights[1], out=out_MO)
     for columns, bias, _ in step.column_biases:
@@ -76,13 +78,8 @@ def _linear_backward(step: Step, dout: Array, x_MI: Array, run: Run) -> Grads:
     # forward: out = x @ W.T + b   =>   dx = dout @ W,  dW = dout.T @ x,  db = sum of dout's rows
     transposed, weight, dweight = step.kind.transposed, step.weights[0], step.grads[0]
     left, right = (x_MI.T, dout) if transposed else (dout.T, x_MI)
-    if dweight is not None and step.adds[0]:
-        mark = run.ws.mark()
-        made = np.matmul(left, right, out=run.ws.take(dweight.shape))
-        c.add(dweight, made, out=dweight)
-        run.ws.release(mark)
-    elif dweight is not None:
-        np.matmul(left, right, out=dweight)
+    if dweight is not None:
+        c.product(left, right, out=dweight, add=step.adds[0])
     if len(step.grads) > 1 and step.grads[1] is not None:
         c.columns_sum(dout, out_D=step.grads[1])
     for columns, _, dbias in step.column_biases:
@@ -90,7 +87,7 @@ def _linear_backward(step: Step, dout: Array, x_MI: Array, run: Run) -> Grads:
             c.columns_sum(dout[:, columns], out_D=dbias)
     if not step.needs[0]:
         return (None,)
-    return (np.matmul(dout, weight.T if transposed else weight, out=run.gradient(step, 0)),)
+    return (c.product(dout, weight.T if transposed else weight, out=run.gradient(step, 0)),)
 
 
 class _NormCache(NamedTuple):
@@ -377,7 +374,10 @@ def _adam(
 def _clip(grads: Array, *, max_norm: float) -> float:
     norm = c.norm_of(grads)
     if norm > 0 and (factor := max_norm / (norm + 1e-6)) < 1.0:
-        c.add(None, grads, out=grads, scale=factor)
+        cut = len(grads) // ROW * ROW
+        for part in (grads[:cut].reshape(-1, ROW), grads[cut:]):
+            if part.size:
+                c.add(None, part, out=part, scale=factor)
     return norm
 
 

@@ -31,7 +31,7 @@ from glassformer.cli.shell.terminal import (
     tell,
     trouble,
 )
-from glassformer.kernels.threads import sleep_soon_while_waiting
+from glassformer.kernels.threads import sleep_soon_while_waiting, widest_blas
 from glassformer.spec.errors import FileError, GlassError, InputError, MachineError, nearest
 
 #: The verbs by group: the function of that name in the module of that name, `_` for `-`.
@@ -158,6 +158,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     open_streams()
     sleep_soon_while_waiting()
+    widest_blas()
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # __main__ has left it so
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,7 +33,7 @@ TRAINING = (
     "turn",
     "add_rows",
     "adam",
-    "adamw",
+    "product",
 )
 
 
@@ -114,7 +114,6 @@ def open_library(path: Path) -> ctypes.CDLL:
         getattr(found, f"glass_{name}").restype = number if "attention" in name else None
     found.glass_norm_pieces.argtypes, found.glass_norm_pieces.restype = [wide], wide
     found.glass_squares.argtypes, found.glass_squares.restype = [pointer], ctypes.c_double
-    found.glass_total_norm.argtypes, found.glass_total_norm.restype = [pointer], ctypes.c_double
     found.glass_use_threads_of(_torch_pool())
     return found
 

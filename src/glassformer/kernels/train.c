@@ -128,15 +128,6 @@ struct added_rows {
     float scale;
 };
 
-struct tensor {
-    float *weight, *mean, *square, *step; /* step: one number */
-    double decay;
-};
-
-struct piece {
-    int64_t of, begin, count;
-};
-
 /* Numbers that lie together, and are updated alike. */
 struct adam {
     float *weight;
@@ -149,15 +140,15 @@ struct adam {
     int32_t threads;
 };
 
-struct update {
-    struct tensor *tensors;
-    float **gradients;
-    const struct piece *pieces;
-    double *sums; /* of squares, of each piece */
-    int64_t n_tensors, n_pieces;
-    double lr, beta1, beta2, eps;
-    float scale;
-    int32_t threads;
+/* C = A B, or C += A B with beta 1: rows of C, or columns, in chunks. `gemm` is cblas_sgemm of a library
+   that computes on its caller's thread alone, with integers of 64 bits if `wide`. */
+struct product {
+    void *gemm;
+    const float *a, *b;
+    float *c;
+    int64_t rows, columns, deep, a_row, b_row, c_row, chunk;
+    float beta;
+    int32_t a_turned, b_turned, by_columns, wide, threads;
 };
 
 /* Memory of our own, in complete lines of the cache, all 0. */
@@ -264,24 +255,9 @@ EXPORT void glass_add_rows(struct added_rows *added) {
     }
 }
 
-/* The norm of all gradients together. */
-EXPORT double glass_total_norm(struct update *update) {
-    static const part_fn variants[] = VARIANTS(squares);
-    double total = 0;
-    share(variants, update, update->n_pieces, update->pieces[0].count, update->threads);
-    for (int64_t i = 0; i < update->n_pieces; i++) total += update->sums[i];
-    return sqrt(total);
-}
-
-EXPORT void glass_adamw(struct update *update) {
-    static const part_fn variants[] = VARIANTS(adamw);
-    for (int64_t i = 0; i < update->n_tensors; i++) update->tensors[i].step[0] += 1.0f;
-    share(variants, update, update->n_pieces, update->pieces[0].count, update->threads);
-}
-
 /* The sum of the squares of some numbers, or the update of them by AdamW. */
 EXPORT double glass_squares(struct adam *adam) {
-    static const part_fn variants[] = VARIANTS(own_squares);
+    static const part_fn variants[] = VARIANTS(squares);
     int64_t pieces = (adam->count + PIECE - 1) / PIECE;
     double total = 0;
     share(variants, adam, pieces, PIECE, adam->threads);
@@ -292,4 +268,43 @@ EXPORT double glass_squares(struct adam *adam) {
 EXPORT void glass_adam(struct adam *adam) {
     static const part_fn variants[] = VARIANTS(adam);
     share(variants, adam, (adam->count + PIECE - 1) / PIECE, PIECE, adam->threads);
+}
+
+/* --- matrix products ---------------------------------------------------------------------------- */
+
+#define ROW_MAJOR 101
+#define TURNED(x) ((x) ? 112 : 111)
+
+typedef void (*gemm_64)(int, int, int, int64_t, int64_t, int64_t, float, const float *, int64_t, const float *,
+                        int64_t, float, float *, int64_t);
+typedef void (*gemm_32)(int, int, int, int32_t, int32_t, int32_t, float, const float *, int32_t, const float *,
+                        int32_t, float, float *, int32_t);
+
+static void some_of_a_product(void *data, int64_t first, int64_t last) {
+    const struct product *p = data;
+    for (int64_t i = first; i < last; i++) {
+        int64_t at = i * p->chunk, M = p->rows, N = p->columns, *cut = p->by_columns ? &N : &M;
+        const float *a = p->a, *b = p->b;
+        float *c = p->c;
+        *cut = at + p->chunk < *cut ? p->chunk : *cut - at;
+        if (p->by_columns) {
+            b += p->b_turned ? at * p->b_row : at;
+            c += at;
+        } else {
+            a += p->a_turned ? at : at * p->a_row;
+            c += at * p->c_row;
+        }
+        if (p->wide)
+            ((gemm_64)p->gemm)(ROW_MAJOR, TURNED(p->a_turned), TURNED(p->b_turned), M, N, p->deep, 1.0f, a,
+                               p->a_row, b, p->b_row, p->beta, c, p->c_row);
+        else
+            ((gemm_32)p->gemm)(ROW_MAJOR, TURNED(p->a_turned), TURNED(p->b_turned), (int32_t)M, (int32_t)N,
+                               (int32_t)p->deep, 1.0f, a, (int32_t)p->a_row, b, (int32_t)p->b_row, p->beta, c,
+                               (int32_t)p->c_row);
+    }
+}
+
+EXPORT void glass_product(struct product *p) {
+    int64_t cut = p->by_columns ? p->columns : p->rows;
+    glass_share(some_of_a_product, p, (cut + p->chunk - 1) / p->chunk, 1, p->threads);
 }

@@ -341,8 +341,7 @@ TARGET INLINE void NAME(adam_piece)(const struct adam *adam, int64_t at, int64_t
     }
 }
 
-/* Pieces of one vector. */
-TARGET static void NAME(own_squares)(void *data, int64_t first, int64_t last) {
+TARGET static void NAME(squares)(void *data, int64_t first, int64_t last) {
     const struct adam *adam = data;
     for (int64_t i = first; i < last; i++) {
         int64_t at = i * PIECE, count = at + PIECE < adam->count ? PIECE : adam->count - at;
@@ -355,31 +354,6 @@ TARGET static void NAME(adam)(void *data, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
         int64_t at = i * PIECE, count = at + PIECE < adam->count ? PIECE : adam->count - at;
         NAME(adam_piece)(adam, at, count);
-    }
-}
-
-/* Pieces of many tensors. */
-TARGET static void NAME(squares)(void *data, int64_t first, int64_t last) {
-    const struct update *update = data;
-    for (int64_t item = first; item < last; item++) {
-        const struct piece *piece = update->pieces + item;
-        update->sums[item] =
-            NAME(sum_of_squares)((const float *)update->gradients[piece->of] + piece->begin, piece->count);
-    }
-}
-
-TARGET static void NAME(adamw)(void *data, int64_t first, int64_t last) {
-    const struct update *update = data;
-    for (int64_t item = first; item < last; item++) {
-        const struct piece *piece = update->pieces + item;
-        const struct tensor *tensor = update->tensors + piece->of;
-        struct adam adam = {
-            .weight = tensor->weight, .gradient = update->gradients[piece->of],
-            .mean = tensor->mean, .square = tensor->square, .lr = update->lr,
-            .beta1 = update->beta1, .beta2 = update->beta2, .eps = update->eps,
-            .decay = tensor->decay, .steps = (double)tensor->step[0], .scale = update->scale,
-        };
-        NAME(adam_piece)(&adam, piece->begin, piece->count);
     }
 }
 

@@ -6,6 +6,7 @@ many sequences and heads there are. Matrix products are not here: they are BLAS'
 """
 
 import ctypes
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from glassformer.kernels import c_library
 from glassformer.kernels.build import TRAINING, digest
-from glassformer.kernels.threads import product_threads
+from glassformer.kernels.threads import blas_libraries, product_threads
 from glassformer.spec.errors import MachineError
 
 Array = NDArray[Any]
@@ -194,30 +195,17 @@ class Adam(ctypes.Structure):
     ]
 
 
-class Tensor(ctypes.Structure):
-    """A parameter of an update of many."""
+class Product(ctypes.Structure):
+    """A matrix product."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("weight", "mean", "square", "step")),
-        ("decay", _DOUBLE),
-    ]
-
-
-class Piece(ctypes.Structure):
-    """Some numbers of a parameter."""
-
-    _fields_ = [(name, _WIDE) for name in ("of", "begin", "count")]
-
-
-class Update(ctypes.Structure):
-    """An update of many parameters."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("tensors", "gradients", "pieces", "sums")),
-        *((name, _WIDE) for name in ("n_tensors", "n_pieces")),
-        *((name, _DOUBLE) for name in ("lr", "beta1", "beta2", "eps")),
-        ("scale", _FLOAT),
-        ("threads", _NUMBER),
+        *((name, _POINTER) for name in ("gemm", "a", "b", "c")),
+        *(
+            (name, _WIDE)
+            for name in ("rows", "columns", "deep", "a_row", "b_row", "c_row", "chunk")
+        ),
+        ("beta", _FLOAT),
+        *((name, _NUMBER) for name in ("a_turned", "b_turned", "by_columns", "wide", "threads")),
     ]
 
 
@@ -568,3 +556,52 @@ def adamw(
         *(weight_P.size, lr, *betas, eps, decay, step, scale, product_threads()),
     )
     c_library.library().glass_adam(ctypes.byref(job))
+
+
+# --- matrix products ------------------------------------------------------------------------------
+
+#: FLOPs of a product that is worth more than one thread, and of a chunk: rows or columns.
+SHARED, CHUNKS, FEWEST = 4_000_000, 8, 128
+
+
+@functools.cache
+def _gemm() -> tuple[int, int] | None:
+    """Return the address of cblas_sgemm in NumPy's OpenBLAS, and 1 if its integers are wide."""
+    for library in blas_libraries():
+        for name in ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm"):
+            if (found := getattr(library, name, None)) is not None:
+                return ctypes.cast(found, ctypes.c_void_p).value or 0, "64" in name
+    return None
+
+
+def product(a_MK: Array, b_KN: Array, *, out: Array, add: bool = False) -> Array:
+    """Write a @ b, or add it, and return it: each thread computes chunks, as many as it comes to.
+
+    The number of threads changes no bit. A thread that another program holds up keeps nobody
+    waiting but for the chunk that it has begun, and the threads are those of all other passes;
+    NumPy's own would spin beside them.
+    """
+    (rows, deep), columns = a_MK.shape, b_KN.shape[1]
+    gemm, shared = _gemm(), 2 * rows * deep * columns >= SHARED
+    if gemm is None or not (shared or (add and rows * deep)):
+        found: Array = np.add(out, a_MK @ b_KN, out=out) if add else np.matmul(a_MK, b_KN, out=out)
+        return found
+    by_columns = columns > rows
+    cut = columns if by_columns else rows
+    chunk = max(FEWEST, -(-cut // CHUNKS)) if shared else cut  # whatever the number of threads
+    (a_row, a_turned), (b_row, b_turned) = _leading(a_MK), _leading(b_KN)
+    job = Product(
+        gemm[0], address(a_MK), address(b_KN), address(out), rows, columns, deep, a_row, b_row,
+        _leading(out)[0], chunk, float(add), a_turned, b_turned, by_columns, gemm[1],
+        product_threads(),
+    )  # fmt: skip
+    c_library.library().glass_product(ctypes.byref(job))
+    return out
+
+
+def _leading(x: Array) -> tuple[int, int]:
+    """Return the distance between rows, or 1 and that between columns of a transposed matrix."""
+    row, one = (stride // x.itemsize for stride in x.strides)
+    turned = one != 1 and x.shape[1] > 1
+    assert not turned or row == 1 or x.shape[0] == 1
+    return max(one if turned else row, x.shape[0] if turned else x.shape[1]), int(turned)

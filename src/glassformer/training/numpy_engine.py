@@ -18,7 +18,7 @@ from glassformer.byhand.model import Model
 from glassformer.byhand.operations import NUMPY
 from glassformer.byhand.table import Table
 from glassformer.data.batch import Batch
-from glassformer.kernels.threads import numpy_taking, product_threads
+from glassformer.kernels.threads import one_numpy_thread
 from glassformer.spec.checks import check_tree
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.own import OwnOptimizer
@@ -105,8 +105,8 @@ class NumpyEngine(AtOnce):
         return cls(Model(spec, params=base, rng=rng, dtype=dtype, table=table, lora=lora), train)
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Return what gives NumPy's products the threads that the passes in C take."""
-        return numpy_taking(product_threads()) if self.model.table is C else nullcontext()
+        """Return what keeps NumPy's own threads asleep: the table in C shares products out."""
+        return one_numpy_thread() if self.model.table is C else nullcontext()
 
     def inputs(self, batch: Batch) -> Inputs:
         """Return checked arrays; a mask that is True everywhere is dropped, as in torch."""

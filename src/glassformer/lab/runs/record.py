@@ -211,6 +211,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
 
     from glassformer.byhand.operations import ROUNDING
     from glassformer.gpu.operations import table_name
+    from glassformer.kernels.threads import blas_kernels
     from glassformer.kernels.training import identity
 
     by_kernels = spec.engine == "native" and spec.train.precision == "float32"
@@ -222,7 +223,7 @@ def fingerprint(spec: RunSpec, device: str, *, ranks: str = "") -> dict[str, Any
         "device": device,
         **({"engine": spec.engine} if spec.engine == "native" else {}),
         **({"kernels": identity()} if by_kernels else {}),
-        **({} if spec.engine == "torch" else {"operations": ROUNDING}),
+        **({} if spec.engine == "torch" else {"operations": ROUNDING, "products": blas_kernels()}),
         # On a GPU the recorded and the compiled step round differently from the plain one.
         **({} if device == "cpu" else {"compile": spec.train.compile, "kernels": table_name()}),
         **({"ranks": ranks} if ranks else {}),
