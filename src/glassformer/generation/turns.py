@@ -48,7 +48,7 @@ class Turns(Stepper):
         self.vocab_size, self.max_seq_len = inner.vocab_size, inner.max_seq_len
         self.source_vocab = None
         self.finds_likeliest_in_c = inner.finds_likeliest_in_c
-        self._turn: Turn | None = None
+        self.turn: Turn | None = None
         self._shared = 0
         self._count()
 
@@ -63,8 +63,8 @@ class Turns(Stepper):
         """Read the part of the prompt that neither the last turn nor the disk holds."""
         if len(prompts) != 1:
             raise InputError(f"{len(prompts)} prompts at once", hint="one prompt for each turn")
-        ids, held = list(prompts.tokens[0]), self._turn
-        self._turn, shared = None, 0  # nothing is held if reading is interrupted
+        ids, held = list(prompts.tokens[0]), self.turn
+        self.turn, shared = None, 0  # nothing is held if reading is interrupted
         # The last token is always read: its logits are the result.
         if held is not None and self.inner.is_current(held.past):
             shared = held.past.reach(0, shared_length(held.ids, ids[:-1]))
@@ -76,9 +76,9 @@ class Turns(Stepper):
             logits_1V = self.inner.extend(ids[shared:], past=past)
             self.inner.keep(ids, past=past)
             self._shared += shared
-        self._turn = Turn(past, ids)
+        self.turn = Turn(past, ids)
         self._count()
-        return logits_1V, self._turn
+        return logits_1V, self.turn
 
     def step(self, tokens_B: "Tensor", *, past: Turn) -> "Tensor":
         self._check(past)
@@ -115,7 +115,7 @@ class Turns(Stepper):
         return made
 
     def _check(self, past: Turn) -> None:
-        if past is not self._turn:
+        if past is not self.turn:
             raise InputError(
                 "this past was cut by a later prompt", hint="finish one before another"
             )

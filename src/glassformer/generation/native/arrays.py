@@ -369,7 +369,9 @@ class ArrayStepper(Stepper):
         past = NativePast(Rows(self.pages, rows), source)
         width = max(1, -(-room // PAGE))
         past.own.table = np.full((rows, width), -1, dtype=np.int32)
-        self.pages.grow(max(0, -(-room // PAGE) * rows - self.pages.form.n_spare))
+        lacking = -(-room // PAGE) * rows - self.pages.form.n_spare
+        if lacking > 0:
+            self.pages.grow(lacking)
         return past
 
     def read(
