@@ -8,6 +8,7 @@ from glassformer.data.own_code import open_part, running
 from glassformer.data.task import Task, check_task
 from glassformer.data.tasks.digits import Digits
 from glassformer.data.tasks.fsm import Fsm
+from glassformer.data.tasks.labelled import Copying, Hops, Recall
 from glassformer.data.tasks.seq2seq import Sequences, Translation
 from glassformer.data.tasks.text import Text
 from glassformer.spec import tasks as spec
@@ -26,6 +27,12 @@ def build_task(task: spec.Task, *, cache: Path | None = None) -> Task:
             return Sequences(task)
         case spec.FsmTask():
             return Fsm(task)
+        case spec.RecallTask():
+            return Recall(task)
+        case spec.CopyingTask():
+            return Copying(task)
+        case spec.HopsTask():
+            return Hops(task)
         case spec.TextTask():
             if is_corpus(task):
                 return build_corpus(task, cache=cache)

@@ -83,7 +83,7 @@ class SequenceTask:
 class FsmTask:
     """Walks of a finite-state machine, with the state and class at each position.
 
-    `machine` is `parity`, `mod-K`, `brackets-D`, `random-N` (N states, `symbols` symbols, sampled
+    `machine` is `parity`, `mod-K`, `permutations-N`, `brackets-D`, `random-N` (N states, `symbols` symbols, sampled
     with `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state),
     `regex:PATTERN`, or a machine of your own: a `MachineTable`, as a setting also FILE.json.
     `order` "uniform" makes every legal symbol equally likely; "weighted" samples weights for each
@@ -104,6 +104,76 @@ class FsmTask:
     def __post_init__(self) -> None:
         at_least("symbols", self.symbols, 2, most=MOST_SYMBOLS)
         _lengths(self.min_length, self.max_length, longer=self.longer)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
+
+
+@spec
+class RecallTask:
+    """Associative recall: pairs of a key and a value, then each key again, to be answered.
+
+    There are `keys` keys, of which an example has `min_pairs` to `max_pairs`, and `values` values;
+    `longer` larger numbers of pairs form the split that tests generalisation.
+    """
+
+    min_pairs: int = 2
+    max_pairs: int = 8
+    keys: int = 32
+    values: int = 16
+    examples: int = 20_000
+    longer: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("min_pairs", self.min_pairs, 1)
+        at_least("max_pairs", self.max_pairs, self.min_pairs, most=LONGEST)
+        at_least("longer", self.longer, 0, most=LONGEST)
+        at_least("keys", self.keys, self.max_pairs + self.longer, most=MOST_SYMBOLS)
+        at_least("values", self.values, 2, most=MOST_SYMBOLS)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
+
+
+@spec
+class CopyingTask:
+    """Selective copying: `marked` symbols among blanks, to be written again in their order.
+
+    The number of positions before the answer is the length; `longer` further ones form the split
+    that tests generalisation.
+    """
+
+    marked: int = 6
+    symbols: int = 8
+    min_length: int = 12
+    max_length: int = 32
+    examples: int = 20_000
+    longer: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("marked", self.marked, 1)
+        at_least("symbols", self.symbols, 2, most=MOST_SYMBOLS)
+        _lengths(self.min_length, self.max_length, least=self.marked, longer=self.longer)
+        at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
+
+
+@spec
+class HopsTask:
+    """Chained induction: find the latest earlier copy of a symbol, step one on, `hops` times over.
+
+    The label of a position is the symbol where the chain ends.
+    """
+
+    hops: int = 2
+    symbols: int = 8
+    min_length: int = 16
+    max_length: int = 48
+    examples: int = 20_000
+    longer: int = 48
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("hops", self.hops, 1, most=1_000)
+        at_least("symbols", self.symbols, 3, most=MOST_SYMBOLS)
+        _lengths(self.min_length, self.max_length, least=2, longer=self.longer)
         at_least("examples", self.examples, 10, most=MOST_EXAMPLES)
 
 
@@ -226,7 +296,18 @@ class FinetuneTask:
             raise InputError(f"held_out {self.held_out} is more than half of the data", hint="0.1")
 
 
-Task = DigitsTask | SequenceTask | FsmTask | TextTask | TranslationTask | FinetuneTask | OwnTask
+Task = (
+    DigitsTask
+    | SequenceTask
+    | FsmTask
+    | RecallTask
+    | CopyingTask
+    | HopsTask
+    | TextTask
+    | TranslationTask
+    | FinetuneTask
+    | OwnTask
+)
 
 #: Tasks that `glass train NAME` knows; `data.build_task` builds them.
 NAMED_TASKS: dict[str, Task] = {
@@ -239,6 +320,10 @@ NAMED_TASKS: dict[str, Task] = {
     "mod-3": FsmTask(machine="mod-3"),
     "brackets": FsmTask(machine="brackets-4"),
     "fsm": FsmTask(machine="random-4", max_length=32),
+    "permutations": FsmTask(machine="permutations-5", order="uniform", max_length=24),
+    "recall": RecallTask(),
+    "selective-copy": CopyingTask(),
+    "hops": HopsTask(),
     "text": TextTask(),
 }
 
@@ -254,6 +339,10 @@ TASK_SUMMARIES: dict[str, str] = {
     "mod-3": "follow a machine that counts modulo 3, with exact answers",
     "brackets": "follow nested brackets, four deep, with exact answers",
     "fsm": "follow a random machine of four states, with exact answers",
+    "permutations": "compose swaps of five things: no shallow model can",
+    "recall": "pairs of key and value, then the keys: which value was it?",
+    "selective-copy": "write the symbols again that stood among blanks",
+    "hops": "look up what followed last time, twice in a row",
     "text": "predict a text: Python's manuals, or task.path=PATH",
     "lm": "a language model of 0.3 M parameters, minutes on a CPU",
     "lm-modern": "the same with rotary positions and grouped keys",

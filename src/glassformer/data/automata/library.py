@@ -6,6 +6,7 @@ state's weights. So what comes next depends on the state alone, except that no s
 `min_length`. A walk has no longest length: readers cut it.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,15 @@ from glassformer.spec.machines import MOST_STATES, MachineTable
 
 # Q states, A symbols
 
-KNOWN = ("parity", "mod-K", "brackets-D", "random-N", "partial-N", "regex:PATTERN")
+KNOWN = (
+    "parity",
+    "mod-K",
+    "permutations-N",
+    "brackets-D",
+    "random-N",
+    "partial-N",
+    "regex:PATTERN",
+)
 
 
 def parity() -> Machine:
@@ -44,6 +53,30 @@ def modulo(k: int) -> Machine:
         transitions=tuple((state, (state + 1) % k) for state in range(k)),
         classes=tuple(range(k)),
         class_names=tuple(str(remainder) for remainder in range(k)),
+    )
+
+
+def permutations(n: int) -> Machine:
+    """Return the machine that composes permutations of `n` things; the class is where 0 went.
+
+    A symbol swaps two neighbouring places, a state is an order of all things, the first is the
+    sorted one. From five on the group is not solvable: no circuit of fixed depth and polynomial
+    size follows it, unless two classes of complexity that are thought different are one.
+    """
+    at_least("permutations-N", n, 2, most=6)
+    orders = list(itertools.permutations(range(n)))
+    number = {order: state for state, order in enumerate(orders)}
+
+    def swapped(order: tuple[int, ...], at: int) -> tuple[int, ...]:
+        return (*order[:at], order[at + 1], order[at], *order[at + 2 :])
+
+    return Machine(
+        alphabet=tuple(f"{at}{at + 1}" for at in range(n - 1)),
+        transitions=tuple(
+            tuple(number[swapped(order, at)] for at in range(n - 1)) for order in orders
+        ),
+        classes=tuple(order.index(0) for order in orders),
+        class_names=tuple(map(str, range(n))),
     )
 
 
@@ -129,7 +162,7 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
             f"'{name}' is a file, not a machine",
             hint="task.machine=FILE.json reads it, in Python gf.load_machine('FILE.json')",
         )
-    found = re.fullmatch(r"(mod|brackets|random|partial)-([0-9]{1,9})", name)
+    found = re.fullmatch(r"(mod|permutations|brackets|random|partial)-([0-9]{1,9})", name)
     if found is None:
         raise InputError(
             f"machine '{name}' is not known",
@@ -140,6 +173,7 @@ def machine_named(name: str, *, symbols: int = 3, seed: int = 0) -> Machine:
         raise InputError(f"machine '{name}' is too large", hint=f"at most {MOST_STATES}")
     make: dict[str, Callable[[], Machine]] = {
         "mod": lambda: modulo(number),
+        "permutations": lambda: permutations(number),
         "brackets": lambda: brackets(number),
         "random": lambda: random_machine(number, symbols=symbols, seed=seed),
         "partial": lambda: random_machine(number, symbols=symbols, seed=seed, complete=False),
