@@ -13,7 +13,16 @@ from glassformer.data.rng import digest, hash_rows, stream
 from glassformer.data.task import Oracle, distinct_rows, overlap, spread, tenths
 from glassformer.data.tokenizers.own import tokenizer_from_json
 from glassformer.spec.errors import InputError
-from glassformer.spec.tasks import DigitsTask, FsmTask, SequenceTask, TextTask, TranslationTask
+from glassformer.spec.tasks import (
+    CopyingTask,
+    DigitsTask,
+    FsmTask,
+    HopsTask,
+    RecallTask,
+    SequenceTask,
+    TextTask,
+    TranslationTask,
+)
 
 SPECS = {
     "digits": DigitsTask(examples=1_000),
@@ -22,6 +31,10 @@ SPECS = {
     "sort": SequenceTask(operation="sort", examples=1_000),
     "parity": FsmTask(examples=2_000),
     "random": FsmTask(machine="random-5", max_length=32, examples=2_000),
+    "permutations": FsmTask(machine="permutations-4", examples=2_000),
+    "recall": RecallTask(examples=1_000),
+    "copying": CopyingTask(examples=1_000),
+    "hops": HopsTask(examples=1_000),
     "translation": TranslationTask(examples=900),
     "text": TextTask(path=types.__file__, length=16, vocab_size=300),
 }
@@ -126,7 +139,7 @@ def test_bad_splits_and_rows_are_named(name):
 
 
 def test_something_else_is_no_task():
-    with pytest.raises(InputError, match="task: str is not one of DigitsTask, FinetuneTask"):
+    with pytest.raises(InputError, match="task: str is not one of CopyingTask, DigitsTask, FinetuneTask"):
         build_task("digits")
 
 

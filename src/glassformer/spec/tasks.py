@@ -83,9 +83,10 @@ class SequenceTask:
 class FsmTask:
     """Walks of a finite-state machine, with the state and class at each position.
 
-    `machine` is `parity`, `mod-K`, `permutations-N`, `brackets-D`, `random-N` (N states, `symbols` symbols, sampled
-    with `machine_seed`), `partial-N` (the same, but not every symbol is legal in every state),
-    `regex:PATTERN`, or a machine of your own: a `MachineTable`, as a setting also FILE.json.
+    `machine` is `parity`, `mod-K`, `permutations-N`, `brackets-D`, `random-N` (N states, `symbols`
+    symbols, sampled with `machine_seed`), `partial-N` (the same, but not every symbol is legal in
+    every state), `regex:PATTERN`, or a machine of your own: a `MachineTable`, as a setting also
+    FILE.json.
     `order` "uniform" makes every legal symbol equally likely; "weighted" samples weights for each
     state; a machine that has probabilities keeps them. Walks are cut after `max_length` symbols,
     and `longer` ones later.

