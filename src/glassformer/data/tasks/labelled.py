@@ -69,7 +69,7 @@ class Labelled(Task, Generic[Described]):
     symbols: int
 
     def __init__(self, spec: Described) -> None:
-        self.spec = spec
+        self.spec: Described = spec
         self.tokenizer = Vocab(("PAD", *self.names()))
         self.heads: Mapping[str, int] = {"class": self.symbols + 1}
         shortest, longest = self.range()
@@ -263,7 +263,7 @@ class Copying(Labelled[CopyingTask]):
 
     def tokens(self, size: int) -> int:
         """Return what is read, the bar, and a place for each answer."""
-        return size + 1 + self.spec.marked
+        return size + 1 + int(self.spec.marked)
 
     def draw(self, rng: np.random.Generator, count: int, size: int) -> tuple[Ints, Ints]:
         """Draw symbols and the places where they stand."""
