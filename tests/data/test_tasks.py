@@ -139,7 +139,9 @@ def test_bad_splits_and_rows_are_named(name):
 
 
 def test_something_else_is_no_task():
-    with pytest.raises(InputError, match="task: str is not one of CopyingTask, DigitsTask, FinetuneTask"):
+    with pytest.raises(
+        InputError, match="task: str is not one of CopyingTask, DigitsTask, FinetuneTask"
+    ):
         build_task("digits")
 
 
