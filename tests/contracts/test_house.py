@@ -404,6 +404,7 @@ ONE_IMPORTER = {
     "checks.rows.numpy_parity": "rows that compare the engines; the catalogue is their table",
     "checks.rows.quantization": "rows about rounding; the catalogue is their table",
     "cli.main": "the command's entry point; __main__ is another door to it",
+    "data.tasks.labelled": "three tasks; build_task is the table",
     "data.tasks.seq2seq": "two tasks; build_task is the table",
     "generation.native.prompt_cache": "prompts on disk; the step of a torch model keeps them",
     "gpu.decoding_graph": "steps as CUDA graphs; the stepper is about memory and batches",
