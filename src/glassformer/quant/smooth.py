@@ -17,22 +17,18 @@ rounded products on calibration rows; 0, nothing, is one of the choices.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from glassformer.models.inputs import Inputs
 from glassformer.models.model import Holder, Model, model_of
-from glassformer.nn.attention import MultiHeadAttention
 from glassformer.nn.block import TransformerBlock
-from glassformer.nn.ffn import SwiGLU
 from glassformer.nn.heads import TiedHead
 from glassformer.nn.linear import Linear
-from glassformer.nn.norm import LayerNorm, RMSNorm
 from glassformer.quant.convert import (
     M,
     Progress,
@@ -46,7 +42,9 @@ from glassformer.quant.convert import (
 from glassformer.quant.layers import QuantizedWeight, real_rows
 from glassformer.quant.mixed import small_enough, wider_layers
 from glassformer.quant.schemes import codec, dequantize, quantize_tensor
+from glassformer.spec import program as kinds
 from glassformer.spec.errors import InputError
+from glassformer.spec.program import program
 from glassformer.spec.quantization import QuantSpec
 from glassformer.spec.schemes import Scheme, Search
 
@@ -192,13 +190,12 @@ def outliers(samples: Mapping[str, Sample], *, times: float = OUTLIER) -> list[O
 @torch.no_grad()
 def links(model: Model, batch: Any) -> list[Link]:
     """Return the links of a model's blocks that may be scaled: those that change no bit."""
-    found = []
-    for path, call, readers in _block_calls(model, _few_tokens(model.inputs(batch))):
-        block = model.get_submodule(path)
-        assert isinstance(block, TransformerBlock)
+    found, candidates = [], _candidates(model)
+    for path, call in _block_calls(model, _few_tokens(model.inputs(batch))):
         before = call()
-        for link in _candidates(path, block, readers):
-            if _changes_nothing(model, link, call, before):
+        for name, _ in model.get_submodule(path).named_modules():
+            link = candidates.get(f"{path}.{name}")
+            if link is not None and _changes_nothing(model, link, call, before):
                 found.append(link)
     return found
 
@@ -213,26 +210,20 @@ def _few_tokens(inputs: Inputs) -> Inputs:
     return Inputs(few[0], few[1], few[2], rows[0], rows[1])
 
 
-Readers: TypeAlias = dict[str, list[str]]
+def _block_calls(model: Model, inputs: Inputs) -> list[tuple[str, Callable[[], Tensor]]]:
+    """Return for each block a way to repeat its call."""
+    found: list[tuple[str, Callable[[], Tensor]]] = []
 
+    def enter(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda part, given, options: found.append((path, lambda: part(*given, **options)))
 
-def _block_calls(model: Model, inputs: Inputs) -> list[tuple[str, Callable[[], Tensor], Readers]]:
-    """Return for each block a way to repeat its call, and the linear layers that read each norm."""
-    found: list[tuple[str, Callable[[], Tensor], Readers]] = []
-    hooks = []
-    for path, block in model.named_modules():
-        if isinstance(block, TransformerBlock):
-            readers: Readers = {}
-            made: list[tuple[str, Tensor]] = []
-
-            def enter(
-                part: nn.Module, given: Any, options: Any, *, at: str = path, of: Readers = readers
-            ) -> None:
-                found.append((at, lambda: part(*given, **options), of))
-
-            hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            for name, part in block.named_modules():
-                hooks += _reading(name, part, made, readers)
+    blocks = {
+        path: part for path, part in model.named_modules() if isinstance(part, TransformerBlock)
+    }
+    hooks = [
+        part.register_forward_pre_hook(enter(path), with_kwargs=True)
+        for path, part in blocks.items()
+    ]
     try:
         model.hidden(inputs)
     finally:
@@ -241,45 +232,47 @@ def _block_calls(model: Model, inputs: Inputs) -> list[tuple[str, Callable[[], T
     return found
 
 
-def _reading(
-    name: str, part: nn.Module, made: list[tuple[str, Tensor]], readers: Readers
-) -> list[RemovableHandle]:
-    """Note what a norm makes, and which norm's output a linear layer reads."""
-    if isinstance(part, (LayerNorm, RMSNorm)):
-        return [part.register_forward_hook(lambda _, given, out: made.append((name, out)))]
-    if not isinstance(part, Linear):
-        return []
+def _candidates(model: Model) -> dict[str, Link]:
+    """Return by their source the links that the program of a model shows.
 
-    def read(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        for norm, out in made:
-            if given[0] is out:
-                readers.setdefault(norm, []).append(name)
+    The channels of a norm, of an attention's values and of a gate's factor may be scaled where only
+    linear layers read what becomes of them.
+    """
+    made = program(model.spec)
+    writers = {op.writes: op for op in made.ops}
+    memories = {op.memory: op.reads for op in made.ops if isinstance(op.kind, kinds.Remember)}
+    readers: dict[str, list[kinds.Op]] = {}
+    for op in made.ops:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op)
+    found: dict[str, Link] = {}
+    for op in made.ops:
+        channel_I = torch.arange(made.values[op.writes].width) if op.writes else torch.empty(0)
+        match op.kind:
+            case kinds.Norm():
+                source = op
+            case kinds.Attend(heads=heads, kv_heads=kv_heads):
+                source = writers[memories[op.memory][1]]
+                own_KH = torch.arange(made.values[f"{source.writes}"].width).view(kv_heads, -1)
+                channel_I = own_KH.repeat_interleave(heads // kv_heads, 0).flatten()
+            case kinds.Gate(limit=None) if isinstance(writers[op.reads[1]].kind, kinds.Linear):
+                source = writers[op.reads[1]]
+            case _:
+                continue
+        after = readers.get(f"{op.writes}", [])
+        if op.layer is None or not all(isinstance(one.kind, kinds.Linear) for one in after):
+            continue
+        name = _layer_of(source)
+        layer = model.get_submodule(name)
+        if source is op or type(layer) is Linear:
+            entries = tuple(layer.get_parameter(each.rpartition(".")[2]) for each in source.weights)
+            found[name] = Link(name, tuple(map(_layer_of, after)), entries, channel_I)
+    return found
 
-    return [part.register_forward_pre_hook(read)]
 
-
-def _candidates(
-    path: str, block: TransformerBlock, readers: Mapping[str, list[str]]
-) -> Iterator[Link]:
-    for name, part in block.named_modules():
-        at = f"{path}.{name}"
-        if name in readers:
-            gains = [part.weight, *([part.bias] if isinstance(part, LayerNorm) else [])]
-            paths = tuple(f"{path}.{reader}" for reader in readers[name])
-            yield Link(at, paths, tuple(gains), torch.arange(len(part.weight)))
-        if isinstance(part, MultiHeadAttention) and type(part.v_proj) is Linear:
-            heads, width = part.o_proj.d_in // part.d_head, part.d_head
-            kv_heads = part.v_proj.d_out // width
-            own_KH = torch.arange(part.v_proj.d_out).view(kv_heads, width)
-            channel_I = own_KH.repeat_interleave(heads // kv_heads, 0).flatten()
-            yield Link(f"{at}.v_proj", (f"{at}.o_proj",), _made_by(part.v_proj), channel_I)
-        if isinstance(part, SwiGLU) and type(part.up_proj) is Linear:
-            channel_I = torch.arange(part.up_proj.d_out)
-            yield Link(f"{at}.up_proj", (f"{at}.down_proj",), _made_by(part.up_proj), channel_I)
-
-
-def _made_by(layer: Linear) -> tuple[nn.Parameter, ...]:
-    return (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+def _layer_of(op: kinds.Op) -> str:
+    """Return the path of the module that has an operation's weights."""
+    return op.weights[0].rpartition(".")[0]
 
 
 def _changes_nothing(model: Model, link: Link, call: Callable[[], Tensor], before: Tensor) -> bool:
