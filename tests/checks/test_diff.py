@@ -415,3 +415,33 @@ def test_a_small_gap_that_leaves_a_position_alone_is_not_half_precision():
     assert causes._bf16(a, a.bfloat16().float())
     turned = a * (1 + 1e-3 * torch.arange(5)[:, None])
     assert not causes._bf16(a, turned)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("rounded", "the first side rounds it to bfloat16"),
+        ("half", "the first side computes it in bfloat16"),
+        ("noise", ""),
+        ("dropout", "differs from itself: dropout is left on"),
+    ],
+)
+def test_half_precision_is_named_only_where_rounding_makes_the_gap(wrong, said):
+    port, model = Port(), Port()
+    down = port.blocks[1].down
+
+    def changed(_, inputs, out):
+        if wrong == "rounded":
+            return out.bfloat16().float()
+        if wrong == "half":
+            x, w = inputs[0].bfloat16(), down.weight.bfloat16()
+            return torch.nn.functional.linear(x, w).float()
+        if wrong == "dropout":
+            return torch.nn.functional.dropout(out, 0.2)
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        return out * (1 + 3e-3 * noise)
+
+    down.register_forward_hook(changed)
+    found = diff(port, model)
+    assert found.module == "blocks.1.down", found
+    assert (said in "; ".join(found.causes)) if said else not found.causes, found

@@ -63,6 +63,41 @@ def test_equal_rows_that_are_excused_are_still_counted():
     assert found.evidence.count("coincide by chance") == 2
 
 
+class Counting(nn.Module):
+    """A model with a mask and labels, for set-ups of batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(41, 16)
+        self.head = nn.Linear(16, 41)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        x = self.table(input_ids)
+        x = x if attention_mask is None else x * attention_mask[..., None]
+        logits = self.head(x.cumsum(1))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_labels_of_another_row_and_a_token_taken_for_pad():
+    ids = torch.randint(0, 41, (8, 12), generator=torch.Generator().manual_seed(1))
+    ids[:, 4] = 0
+    full = torch.ones_like(ids)
+
+    def found(kind, **batch):
+        setup = {"model": Counting(), "batches": [{"input_ids": ids, **batch}] * 3}
+        (row,) = gf.doctor(setup, only=kind).findings
+        return row
+
+    assert found("target shift", labels=ids).verdict == "passed"
+    torn = found("target shift", labels=ids.roll(1, 0))
+    assert torn.verdict == "mistake" and "of another row" in torn.evidence
+    assert found("loss mask", labels=ids, attention_mask=full).verdict == "passed"
+    holes = found("loss mask", labels=ids, attention_mask=(ids != 0).long())
+    assert holes.verdict == "mistake" and "all of them the id 0" in holes.evidence
+
+
 @pytest.mark.parametrize("what", ["own task, not shifted", "own optimizer drops a group"])
 def test_a_mistake_in_a_users_part_is_found(what):
     """In a task and in an optimizer of a file."""

@@ -5,6 +5,7 @@ activation, a gate, a sum of residuals, attention with another scale, mask, rota
 where the weights themselves show it.
 """
 
+import copy
 import itertools
 import math
 import re
@@ -119,8 +120,8 @@ def module_causes(scene: Scene) -> Iterator[str]:
         yield "norm: one side multiplies by 1 + weight, the other by the weight"
     elif all(w.ndim < 2 for w in ours.values()) and _by_row(a.output, output):
         yield "norm: each row differs by a factor of its own, as from another statistic or epsilon"
-    elif _bf16(a.output, output):
-        yield "dtype: the gap is that of half precision on one side"
+    elif half := _half(a.output, output) or _computed_in_half(a, b, output):
+        yield half
 
 
 def _elsewhere(scene: Scene, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
@@ -329,14 +330,44 @@ def _root(ratio: float, one: Computed) -> str:
     return ""
 
 
-def _bf16(a: Tensor, b: Tensor) -> bool:
-    """Return True if every position is off by about half precision's rounding.
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: What rounding must leave of a gap to be its cause.
+REPRODUCED = 0.3
 
-    Other small gaps (a rotation by other angles, a mask) leave some positions as they are.
-    """
-    relative = (a - b).abs() / a.abs().clamp(min=1e-6)
-    rows = relative.reshape(-1, relative.shape[-1]).median(-1).values
-    return float(rows.min()) > 1e-4 and float(rows.max()) < 2**-7
+
+def _half(a: Tensor, b: Tensor) -> str:
+    """Say that one side is the other one rounded to half precision, if it is, number by number."""
+    for dtype, name in HALVES.items():
+        for rounded, exact, side in ((a, b, "first"), (b, a, "second")):
+            held = torch.equal(rounded, rounded.to(dtype).to(rounded))
+            if held and _explained(exact.to(dtype).to(exact), rounded, exact):
+                return f"dtype: the {side} side rounds it to {name}"
+    return ""
+
+
+def _computed_in_half(a: Computed, b: Computed, output: Tensor) -> str:
+    """Say that one side computes a module in half precision, if that gives what it gives."""
+    for dtype, name in HALVES.items():
+        for good, exact, rounded, side in (
+            (a, a.output, output, "second"),
+            (b, output, a.output, "first"),
+        ):
+            try:
+                with torch.no_grad():
+                    twin = copy.deepcopy(good.module).to(dtype)
+                    made = twin(*(x.to(dtype) for x in good.inputs)).to(exact)
+            except Exception:  # a stranger's module may raise anything
+                continue
+            fitting = next(layouts(made, exact.shape), None)
+            if fitting is not None and _explained(fitting, rounded, exact):
+                return f"dtype: the {side} side computes it in {name}"
+    return ""
+
+
+def _explained(made: Tensor, wanted: Tensor, exact: Tensor) -> bool:
+    """True if a tensor is much closer to what is wanted than the exact one is."""
+    before = float((exact - wanted).abs().mean())
+    return before > 0 and float((made - wanted).abs().mean()) < REPRODUCED * before
 
 
 def region_causes(scene: Scene) -> Iterator[str]:
@@ -363,8 +394,8 @@ def region_causes(scene: Scene) -> Iterator[str]:
     ratio = ratio_of(a, other)
     if ratio is not None:
         yield f"scale: what goes in differs by a factor of {ratio:.6g}{_root(ratio, scene.one)}"
-    elif _bf16(a, other):
-        yield "dtype: the gap is that of half precision on one side"
+    elif half := _half(a, other):
+        yield half
 
 
 def main_input(one: Computed) -> Tensor | None:
@@ -611,9 +642,12 @@ def _near(
         pair = next((pair for name, pair in options if name == named), (heads.q, heads.k))
         return attended(*pair, heads.v, scale=scale, allow=allow)
 
-    for slower in (2.0, 4.0, 8.0, 16.0, 32.0):
+    def divided(slower: float) -> float:
+        return _apart(rotated(slower=slower), wanted)
+
+    for slower in (2.0, 4.0, 8.0, 16.0, 32.0, _fitted(divided, 0.02, 50.0)):
         if _equal(rotated(slower=slower), wanted):
-            return replace(way, rotation=f"{way.rotation}, positions divided by {slower:g}")
+            return replace(way, rotation=f"{way.rotation}, positions divided by {slower:.5g}")
     base = _fitted(lambda x: _apart(rotated(base=x), wanted), 100.0, 1e8)
     if _equal(rotated(base=base), wanted):
         return replace(way, rotation=f"the same with base {base:.5g}")

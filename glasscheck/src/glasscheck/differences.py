@@ -189,12 +189,45 @@ def _compared(
     found = _first_difference(run, sides, names=names)
     if found.same and short:
         found = _beyond_windows(modules, sides, run, found, names)
+    if not found.same and (loose := _not_repeated(modules, sides, tokens, names)):
+        return replace(found, causes=(loose,))
     if not found.same or not backward:
         return found
     if sides[0].per_position != sides[1].per_position:
         note = "gradients are not compared: one side returns a vector, the other one per position"
         return replace(found, notes=(*found.notes, note))
     return _backward_difference(modules, sides, tokens, run, found, names)
+
+
+def _not_repeated(
+    modules: Sequence[nn.Module], sides: Sequence[Subject], tokens: Tensor, names: tuple[str, str]
+) -> str:
+    """Say which side differs from itself, and the first module that does: dropout is left on."""
+    for module, side, name in zip(modules, sides, names, strict=True):
+        runs: list[list[tuple[str, Tensor]]] = []
+        parts = {id(part): place for place, part in module.named_modules()}
+
+        def note(
+            part: nn.Module, _: object, result: Any, parts: Any = parts, runs: Any = runs
+        ) -> None:
+            result = result[0] if isinstance(result, (tuple, list)) and result else result
+            if isinstance(result, Tensor):
+                runs[-1].append((parts[id(part)], result.detach()))
+
+        handles = [part.register_forward_hook(note) for part in module.modules()]
+        try:
+            with torch.random.fork_rng(), torch.no_grad():
+                for seed in (1, 2):
+                    torch.manual_seed(seed)
+                    runs.append([])
+                    side.logits(tokens, None)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (place, one), (_, other) in zip(*runs, strict=False):
+            if not torch.equal(one, other):
+                return f"random: {place} of {name} differs from itself: dropout is left on"
+    return ""
 
 
 def _drawn(sides: Sequence[Subject], rows: int, length: int) -> Tensor:

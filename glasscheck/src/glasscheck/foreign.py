@@ -618,6 +618,8 @@ class Foreign:
             again = built_again(plain) or erased(plain)
         state = plain.state_dict()
         tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
+        if len(tensors) < len(state):
+            raise NotOffered("its state holds more than tensors")
         if set(again.state_dict()) != set(state) or _hooks(again) != _hooks(plain):
             again = erased(plain)  # parts were added after it was built
         as_precise(again, plain).load_state_dict({**state, **_through_a_file(tensors)})
@@ -709,7 +711,8 @@ def erased(module: nn.Module) -> nn.Module:
     """Return a copy whose saved tensors are zero."""
     twin = copied(module)
     for tensor in twin.state_dict().values():
-        tensor.zero_()
+        if isinstance(tensor, Tensor):
+            tensor.zero_()
     return twin
 
 

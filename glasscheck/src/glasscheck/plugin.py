@@ -187,3 +187,26 @@ def pytest_collection_modifyitems(
             items.extend(report.result)
     except GlassError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+class CertificateMixin:
+    """One test of each class in `all_model_classes`, beside transformers' `ModelTesterMixin`.
+
+    `glasscheck_rules` are a project's rules, `glasscheck_options` what else `verify` is told.
+    """
+
+    glasscheck_rules: "Rules | None" = None
+    glasscheck_options: Mapping[str, Any] = {}
+
+    def test_glasscheck(self) -> None:
+        """Verify every class, built from the tester's small config."""
+        from glasscheck.report import verify
+        from glasscheck.subject import seeded_call
+
+        case: Any = self
+        config = case.model_tester.prepare_config_and_inputs_for_common()[0]
+        for kind in case.all_model_classes:
+            with case.subTest(kind.__name__):
+                model = seeded_call(lambda kind=kind: kind(config)).eval()
+                rules, told = self.glasscheck_rules, self.glasscheck_options
+                verify(model, rules=rules, **told).raise_if_failed()

@@ -456,7 +456,11 @@ def source_padding(subject: Subject) -> Measure:
     gaps.compare(foreign.logits(tokens, **alone), plain, "none")
     mixed = foreign.source(2)
     mixed[foreign.source_name][1, : 7 // 2 + 2] = other[0, : 7 // 2 + 2].to(foreign.device)
-    gaps.compare(foreign.logits(tokens, **mixed)[:1], plain[:1], "another source in the batch")
+    both = foreign.logits(tokens, **mixed)
+    gaps.compare(both[:1], plain[:1], "another source in the batch")
+    second = {name: value[1:] for name, value in mixed.items()}
+    if not foreign.time_first:
+        gaps.compare(both[1:], foreign.logits(tokens[1:], **second), "a second source of its own")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 

@@ -122,6 +122,12 @@ def target_shift(p: Patient) -> Symptom:
         raise NotOffered("no target at each position")
     shifts = [v.shift() for v in views]
     k, share = max(shifts, key=lambda found: found[1])
+    if share < 0.8 and (other := max(_of_other_rows(v) for v in views)) > 0.8:
+        return mistake(
+            f"{other:.1%} of the targets are the next tokens of another row: ids and labels were "
+            "shuffled or collated apart",
+            "labels = ids.clone()  # from the same rows, in the same order",
+        )
     if share < 0.8:
         raise NotOffered("the targets are no tokens of the input")
     if k == 1:
@@ -136,6 +142,20 @@ def target_shift(p: Patient) -> Symptom:
     )
 
 
+def _of_other_rows(view: View) -> float:
+    """Return the share of targets that are the next tokens of the best fitting other row."""
+    tokens, counted = view.tokens, view.counted[:, :-1]
+    if tokens is None or tokens.shape != view.targets.shape or int(counted.sum()) < 8:
+        return 0.0
+    best = torch.zeros(len(tokens))
+    for other in range(len(tokens)):
+        same = (view.targets[:, :-1] == tokens[other, 1:]) & counted
+        fits = same.sum(1) / counted.sum(1).clamp(min=1)
+        fits[other] = 0.0
+        best = torch.maximum(best, fits)
+    return float(best[counted.any(1)].mean())
+
+
 def loss_mask(p: Patient) -> Symptom:
     """Padding and prompts do not count, the end of a text does."""
     views = [v for v in p.views() if v.per_position]
@@ -144,7 +164,8 @@ def loss_mask(p: Patient) -> Symptom:
     if views[0].tokens is None:
         return _padding_in_targets(p, views)
     views = [v for v in views if v.tokens is not None]
-    total = padded = prompted = ends = learned = 0
+    total = padded = prompted = ends = learned = holes = 0
+    taken: set[int] = set()
     eos = p.special("eos")
     for v, batch in zip(views, p.batches, strict=False):
         assert v.tokens is not None
@@ -153,6 +174,10 @@ def loss_mask(p: Patient) -> Symptom:
         total += int(counted.sum())
         if v.valid is not None and v.valid.shape == counted.shape:
             pads = ~v.valid
+            begun, goes_on = v.valid.cumsum(1) > 0, v.valid.flip(1).cumsum(1).flip(1) > 0
+            inside_row = pads & begun & goes_on
+            holes += int(inside_row.sum())
+            taken |= set(v.tokens[inside_row].tolist())
             if is_next:  # the target of a position is the token behind it
                 pads = F.pad(pads, (0, 1), value=False)[:, 1:] | pads
                 last = v.targets != F.pad(v.tokens, (0, 1), value=-1)[:, 1:]
@@ -168,6 +193,12 @@ def loss_mask(p: Patient) -> Symptom:
                 inside &= v.valid[:, 1:]
             ends += int(inside.sum())
             learned += int((v.targets == eos)[counted].sum())
+    if holes and len(taken) == 1:  # a mask made of ids, where the id of padding is a word too
+        return mistake(
+            f"{holes} tokens between others are masked, all of them the id {min(taken)}: "
+            "a token is taken for PAD",
+            "attention_mask = positions < lengths[:, None]  # by length, not tokens != pad_id",
+        )
     if total and padded > 0.005 * total:
         return mistake(
             f"{padded} of {total} targets that count are padding ({padded / total:.0%})",

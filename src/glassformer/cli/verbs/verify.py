@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from glassformer.spec.options import option
 from glassformer.spec.presets import PRESETS
 
 if TYPE_CHECKING:
+    from glasscheck.judgement import Rules
     from glassformer.checks.report import Report, Watch
 
 
@@ -50,6 +52,34 @@ class Checks:
     device: Device = "cpu"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """What fails beside bugs, and what is known."""
+
+    strict: bool = option(False, help="Warnings fail too, but for the baseline's.")
+    allow_errors: bool = option(False, help="A check that raised fails nothing.")
+    require: tuple[str, ...] = option((), metavar="CHECK", help="A check that must have passed.")
+    baseline: str | None = option(
+        None, metavar="FILE", help="Known limitations, each with a reason and a day, as TOML."
+    )
+    repro: str | None = option(
+        None, metavar="FOLDER", help="A script of plain torch for each failure that calls show."
+    )
+
+    def rules(self) -> "Rules":
+        """Return these rules; a bad baseline is refused here."""
+        from glasscheck.judgement import Rules, baseline_of
+        from glassformer.checks.errors import as_ours
+
+        with as_ours():
+            return Rules(
+                strict=self.strict,
+                allow_errors=self.allow_errors,
+                require=self.require,
+                baseline=() if self.baseline is None else baseline_of(self.baseline),
+            )
+
+
 def verify(
     model: Annotated[
         str | None,
@@ -63,6 +93,7 @@ def verify(
     ] = None,
     *,
     checks: Checks,
+    judged: Judged,
     files: Files,
     against: str | None = option(
         None, metavar="FILE", help="Compare with a kept certificate: new failures count."
@@ -72,9 +103,9 @@ def verify(
 ) -> None:
     """Check a model: two ways of computing the same thing must agree.
 
-    Each row is the worst disagreement seen, beside what is allowed. Exit 1 if any check fails;
-    rounding, and limits that the report names, are warnings. With --against, exit 1 only if a
-    check fails that did not fail before.
+    Each row is the worst disagreement seen, beside what is allowed. Exit 1 if any check fails or
+    could not run; rounding, and limits that the report names, are warnings. With --against, exit 1
+    only if a check fails that did not fail before, or one that passed is not there any more.
     Examples:
 
       glass verify
@@ -93,16 +124,24 @@ def verify(
         raise InputError(f"{named} is for a model on disk", hint="name a run or a model folder")
     one_blas_thread()
     older = _older_of(against)  # a bad file is refused before the checks run
+    rules = judged.rules()
     from glassformer.lab.bar import PartsBar
 
     with PartsBar(model or "glassformer") as progress:
-        report = _certificate(place, checks, name=model or "", watch=progress.show)
+        report = _certificate(place, checks, name=model or "", watch=progress.show, rules=rules)
+    for claim, script in report.repros().items() if judged.repro is not None else ():
+        name = re.sub("[^a-z0-9]+", "-", claim.lower()).strip("-")
+        folder = Path(str(judged.repro))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / f"{name}.py", script.encode())
     _show(report, files, as_json=as_json, older=older)
     if report.failed if older is None else report.new_failures(older):
         raise typer.Exit(1)
 
 
-def _certificate(model: str | None, checks: Checks, *, name: str, watch: "Watch") -> "Report":
+def _certificate(
+    model: str | None, checks: Checks, *, name: str, watch: "Watch", rules: "Rules"
+) -> "Report":
     """Return the report on a preset, a factory's model, a model on disk, or on glassformer."""
     from glassformer.adapters.folder.origin import is_native
     from glassformer.adapters.folder.paths import folder_of
@@ -114,20 +153,20 @@ def _certificate(model: str | None, checks: Checks, *, name: str, watch: "Watch"
     only, deep, backend = checks.only, checks.deep, checks.backend
     if model is None or model in PRESETS:
         subject = None if model is None else sample_subject(model, deep=deep)
-        return check(subject, only=only, deep=deep, watch=watch)
+        return check(subject, only=only, deep=deep, watch=watch, rules=rules)
     if ":" in model:
         made = subject_of_factory(model, causal=False if checks.bidirectional else None)
-        return check(made, only=only, deep=deep, watch=watch)
+        return check(made, only=only, deep=deep, watch=watch, rules=rules)
     device = check_device(checks.device)
     if backend != "native":
         foreign = load_by(model, backend, device=device)
-        return check(foreign, name=name, only=only, deep=deep, watch=watch)
+        return check(foreign, name=name, only=only, deep=deep, watch=watch, rules=rules)
     folder = folder_of(model)
     is_foreign = not is_native(folder) and folder.is_dir()
     # compared with transformers too, where it is installed and time does not matter
     compared = deep and is_foreign and importlib.util.find_spec("transformers") is not None
     adapter = load(model, reference=compared, device=device)
-    return check(adapter, name=name, only=only, deep=deep, watch=watch)
+    return check(adapter, name=name, only=only, deep=deep, watch=watch, rules=rules)
 
 
 def _older_of(against: str | None) -> dict[str, Any] | None:
