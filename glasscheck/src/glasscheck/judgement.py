@@ -4,7 +4,7 @@ A baseline is a TOML file. Each entry names a check, why it is put up with, and 
 that day the check counts again. `skip = true` leaves it out altogether:
 
     [[known]]
-    check = "packed = each sequence alone"
+    check = "THE NAME OF A CHECK"
     model = "my_package.models:tiny"   # or "*", the default: any
     reason = "we never pack"
     until = 2027-06-30

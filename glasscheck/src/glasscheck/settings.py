@@ -3,7 +3,7 @@
 [tool.glasscheck]
 models = ["my_package.models:tiny"]
 baseline = "glasscheck.toml"
-require = ["cached = uncached, token by token"]
+require = ["THE NAME OF A CHECK"]
 strict = true
 
 [tool.glasscheck.call]              # arguments of every call of every model
