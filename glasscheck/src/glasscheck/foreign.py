@@ -600,7 +600,10 @@ class Foreign:
                     setattr(part, name, value)
         with torch.random.fork_rng(devices=[]):
             again = type(plain)(config)
-        again.load_state_dict(plain.state_dict())
+        try:
+            again.load_state_dict(plain.state_dict())
+        except RuntimeError as error:
+            raise NotOffered("with another config it has other weights") from error
         return self.twin(again.to(device=device_of(plain), dtype=precision_of(plain)))
 
     def reloaded(self) -> "Foreign":

@@ -137,7 +137,7 @@ def long_cache(subject: Subject) -> Measure:
         steps = foreign.in_pieces(tokens[:, : power + 3], pieces)
         gaps.compare(steps, whole[:, : power + 3], f"{power - 3} tokens, then one at a time")
     if gaps.worst <= tolerance_of(whole, subject):  # else chunks have nothing to add
-        for chunk in (powers[0] - 1, *powers, powers[-1] + 1):
+        for chunk in dict.fromkeys((powers[0] - 1, powers[-1], powers[-1] + 1)):
             with gaps.attempt(f"chunks of {chunk}"):
                 pieces = [chunk] * (T // chunk) + ([T % chunk] if T % chunk else [])
                 gaps.compare(foreign.in_pieces(tokens, pieces), whole, f"chunks of {chunk}")

@@ -135,6 +135,9 @@ def hidden_states_end(subject: Subject) -> Measure:
         both = given.shape == last.shape and result.shape == read.shape
         if both and max(relative_gap(given, last), relative_gap(result, read)) <= bar:
             return Measure(apart, bar, subject.size, limit=f"the last state is read before {name}")
+    ratio = float((read * last).sum() / last.square().sum().clamp(min=1e-30))
+    if relative_gap(last * ratio, read) <= bar:
+        return Measure(apart, bar, subject.size, limit=f"the head reads {ratio:.4g} times it")
     if any(t.shape == last.shape and relative_gap(t, last) <= bar for t in blocks_out):
         limit = "the last state is the last block's, and the head has layers of its own"
         return Measure(apart, bar, subject.size, limit=limit)
