@@ -7,7 +7,7 @@ makes no model and runs no check: `-k`, `--collect-only` and pytest-xdist take t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -207,6 +207,6 @@ class CertificateMixin:
         config = case.model_tester.prepare_config_and_inputs_for_common()[0]
         for kind in case.all_model_classes:
             with case.subTest(kind.__name__):
-                model = seeded_call(lambda kind=kind: kind(config)).eval()
+                model = seeded_call(partial(kind, config)).eval()
                 rules, told = self.glasscheck_rules, self.glasscheck_options
                 verify(model, rules=rules, **told).raise_if_failed()
