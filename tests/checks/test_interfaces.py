@@ -28,3 +28,33 @@ def test_a_mistake_fails_its_row(kind, fault):
     found = gc.verify(made(kind, fault))
     failed = [f.name for f in found.findings if f.failed]
     assert MODELS[kind][1][fault] in failed, found
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+@pytest.mark.parametrize(
+    ("fault", "row"),
+    [
+        ("", ""),
+        ("goes on after its end", "generate: where a row has ended, the others go on"),
+        ("penalty forgotten", "generate: every penalty at once = its formula"),
+    ],
+)
+def test_ends_and_penalties_of_generate(fault, row):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Writer(LlamaForCausalLM):
+        def generate(self, *args, generation_config, **kwargs):
+            if fault == "penalty forgotten":
+                generation_config.repetition_penalty = 1.0
+            made = super().generate(*args, generation_config=generation_config, **kwargs)
+            if fault and generation_config.eos_token_id is not None:
+                ended = (made.sequences == generation_config.pad_token_id)[:, 5:]
+                made.sequences[:, 5:][ended] = 7 if fault.startswith("goes") else 0
+            return made
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    model = Writer(LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0))
+    found = gc.verify(model, only="generate")
+    failed = [f.name for f in found.findings if f.failed]
+    assert (row in failed) if row else not failed, found
