@@ -3,6 +3,7 @@
 Every class takes the name of a mistake, or none; `MISTAKES` says which row must fail for it.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,15 @@ class Stack(nn.Module):
         self.read: list[Tensor] = []
         self.states: list[Tensor] = []
 
+    def __deepcopy__(self, memo: dict) -> "Stack":
+        """Copy as usual, or share every weight."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        kept = ("_parameters", "_modules") if self.fault == "weights shared with a copy" else ()
+        for key, value in self.__dict__.items():
+            made.__dict__[key] = value if key in kept else copy.deepcopy(value, memo)
+        return made
+
     def place(self, x: Tensor, at: Tensor) -> Tensor:
         """Add sinusoids of the positions."""
         rate = 10_000.0 ** (-torch.arange(D // 2) / (D // 2))
@@ -64,6 +74,8 @@ class Stack(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the normed states and every layer's keys and values."""
         B, T = tokens.shape
+        if self.fault == "strides ignored":
+            tokens = tokens.as_strided((B, T), (T, 1))
         x = self.place(self.embed(tokens), at)
         if self.fault == "rows mixed":
             x = x + 0.05 * x.roll(1, 0)
@@ -71,6 +83,14 @@ class Stack(nn.Module):
             x = x - 0.1 * x.mean(0, keepdim=True)
         if self.fault == "batches of 8 and more" and B >= 8:
             x = x * torch.linspace(1, 1.1, B)[:, None, None]
+        if self.fault == "batches of five" and B == 5:
+            x = x * torch.linspace(1, 1.1, B)[:, None, None]
+        if self.fault == "long batches" and B > 1 and T > 100:
+            x = x + 0.05 * x.roll(1, 0)
+        if self.fault == "louder with gradients" and torch.is_grad_enabled():
+            x = x * 1.01
+        if self.fault == "louder in float64" and x.dtype == torch.float64:
+            x = x * 1.01
         if self.fault == "single tokens" and T == 1 and past is None:
             x = x * 1.05
         if self.fault == "length" and T % 4 == 3:
@@ -412,8 +432,21 @@ MODELS: dict[Callable[..., nn.Module], tuple[int, dict[str, str]]] = {
     }),
     Padding: (20, {"True taken for tokens": "what PAD holds changes no bit"}),
     Windowed: (18, {"a window of one more": WINDOW, "window forgotten": WINDOW}),
-    Tied: (18, {"untied by loading": "tied weights are one tensor after reloading"}),
+    Tied: (18, {"untied by loading": "tied weights are one tensor after reloading",
+        "batches of five": "a batch permuted = its logits permuted",
+        "long batches": "a long row in a batch = alone",
+        "louder with gradients": "gradients on = off",
+        "louder in float64": "float64 = float32, within its bits",
+        "strides ignored": "ids cut out of a table = the same ids",
+        "weights shared with a copy": "a deep copy = the model",
+    }),
     Multiples: (16, {"rows mixed": ALONE}),
     Translator: (18, {"rows mixed": ALONE, "source padding read": "source PAD changes nothing",
                       "source ignored": "every position reads the source"}),
 }  # fmt: skip
+
+#: Mistakes of transformers' `generate`, in `test_interfaces.py`.
+OF_GENERATE = {
+    "goes on after its end": "generate: where a row has ended, the others go on",
+    "penalty forgotten": "generate: every penalty at once = its formula",
+}

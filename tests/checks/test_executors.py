@@ -16,6 +16,7 @@ from glassformer.spec.presets import PRESETS, preset
 from tests.checks.c_faults import FAULTS as C_FAULTS
 from tests.checks.faults import FAULTS
 from tests.checks.foreign_faults import ELSEWHERE, IN_LIBRARIES, IN_MODELS
+from tests.checks.interfaces import MODELS, OF_GENERATE
 from tests.checks.strangers import FAULTS as STRANGE
 from tests.command import glass
 from tests.training.ranks import FAULTS as RANK_FAULTS
@@ -63,7 +64,8 @@ def test_a_fault_in_its_own_code_turns_one_of_its_rows_red(one: Executor) -> Non
 
 def test_every_row_has_a_planted_fault() -> None:
     seen = {row for *_, row in faults()} | set(IN_MODELS) | set(STRANGE.values())
-    seen |= {fault.caught_by for fault in IN_LIBRARIES}
+    seen |= {fault.caught_by for fault in IN_LIBRARIES} | set(OF_GENERATE.values())
+    seen |= {row for _, mistakes in MODELS.values() for row in mistakes.values()}
     assert ROWS - seen == set(ELSEWHERE)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import glasscheck as gc
-from tests.checks.interfaces import MODELS
+from tests.checks.interfaces import MODELS, OF_GENERATE
 
 
 def made(kind, fault=""):
@@ -31,14 +31,7 @@ def test_a_mistake_fails_its_row(kind, fault):
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own
-@pytest.mark.parametrize(
-    ("fault", "row"),
-    [
-        ("", ""),
-        ("goes on after its end", "generate: where a row has ended, the others go on"),
-        ("penalty forgotten", "generate: every penalty at once = its formula"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "row"), [("", ""), *OF_GENERATE.items()])
 def test_ends_and_penalties_of_generate(fault, row):
     from transformers import LlamaConfig, LlamaForCausalLM
 
