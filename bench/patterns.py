@@ -210,15 +210,16 @@ def _cpu(pid: int) -> float:
 class Other(threading.Thread):
     """Another client: the seconds of each of its short answers."""
 
-    def __init__(self, server: Endpoint) -> None:
+    def __init__(self, server: Endpoint, body: dict[str, Any] = GOOD) -> None:
         super().__init__(daemon=True)
-        self.server, self.seconds, self.over, self.wrong = server, [0.0], threading.Event(), 0
+        self.server, self.request = server, server.completion(body)
+        self.seconds, self.over, self.wrong = [0.0], threading.Event(), 0
 
     def run(self) -> None:
         """Ask until it is over."""
         while not self.over.wait(PAUSE):
             begin = time.perf_counter()
-            self.wrong += self.server.answer()[0] != 200
+            self.wrong += self.server.read(self.request)[0] != 200
             self.seconds.append(time.perf_counter() - begin)
 
     def end(self) -> list[float]:
@@ -228,7 +229,8 @@ class Other(threading.Thread):
         return sorted(self.seconds[1:])
 
 
-def _other(seconds: list[float]) -> str:
+def as_text(seconds: list[float]) -> str:
+    """Return the median, the 99th percentile and the number of sorted seconds."""
     last = seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
     middle = statistics.median(seconds)
     return f"{middle * 1e3:.1f} ms (p99 {last * 1e3:.1f}, {len(seconds)} answers)"
@@ -267,8 +269,8 @@ def _costs(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
             yield f"most {key} of a case", f"{value:.2f} ({name})"
         grown = server.megabytes() - before
         yield "the server itself", f"{before:.0f} MB, then {grown:+.0f} MB"
-        yield "another client, before", _other(alone)
-        yield "another client, meanwhile", f"{_other(meanwhile)}, {other.wrong} refused"
+        yield "another client, before", as_text(alone)
+        yield "another client, meanwhile", f"{as_text(meanwhile)}, {other.wrong} refused"
         with ThreadPoolExecutor(20) as crowd:  # many at once: the builders are always busy
             bodies = [{**GOOD, "response_format": form} for _, form in cases(60, seed + 1)]
             requests = [server.completion(body) for body in bodies]
@@ -277,7 +279,7 @@ def _costs(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
             asked = crowd.map(lambda request: server.read(request)[0], requests)
             seen_there = Counter(asked)
         shown = ", ".join(f"{status}: {n}" for status, n in sorted(seen_there.items()))
-        yield "another client, beside 20 at once", f"{_other(other.end())}; they got {shown}"
+        yield "another client, beside 20 at once", f"{as_text(other.end())}; they got {shown}"
     finally:
         server.end()
 

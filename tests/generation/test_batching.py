@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from glassformer.generation import batching
 from glassformer.generation.batching import WORTH_WAITING, Batcher, Continuation
 from glassformer.generation.native.stepper import unavailable
 from glassformer.generation.samplers import settings_of
@@ -21,7 +22,7 @@ from glassformer.spec.errors import InputError
 from glassformer.spec.model import MLP, RMSNorm, Rotary, SwiGLU
 from glassformer.spec.options import Option, options_of
 from glassformer.spec.presets import preset
-from tests.planting import Call, catches
+from tests.planting import Assign, Call, Name, catches
 from tests.tiny import tiny
 
 MODELS = {
@@ -365,6 +366,103 @@ def test_owners_take_turns():
         batcher.add(row)
     order = [row.prompt[0] for row, _ in batcher.run()]
     assert order == [1, 9, 2, 3]
+
+
+@catches("nobody is put back", "generation.batching:Batcher._least_loss", Call("min"), to="None")
+@catches(
+    "tokens are forgotten when put back",
+    "generation.batching:Batcher._span",
+    Name("known"),
+    to="(*user.prompt, *user.tokens[:1] * len(user.tokens))",
+)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_has_no_slot_gets_one_in_the_next_step(temperature, alone, monkeypatch):
+    """One owner's sequences are put back for another's, and no bit of their answers changes."""
+    monkeypatch.setattr(batching, "TURN", 5)
+    model = made("rotary, gated, grouped")
+
+    def prepared(batcher, prompt, count, owner, **more):
+        spec = DecodeSpec(max_new_tokens=count, temperature=temperature, seed=sum(prompt))
+        return batcher.prepare(prompt, spec=spec, owner=owner, top_logprobs=3, **more)
+
+    def seen(batcher, rows):
+        found = {id(row): [] for row in rows}
+        for row, new in batcher.run():
+            found[id(row)].append((new.token, new.logprob, new.top))
+        return [found[id(row)] for row in rows]
+
+    jobs = [((n + 1, n + 2, 2 * n), 17 + n) for n in range(4)]
+    wanted = []
+    for prompt, count in jobs:
+        single = Batcher(NativeSlots(model, slots=1, context=29))
+        wanted += seen(single, [single.add(prepared(single, prompt, count, "x"))])
+    batcher = Batcher(NativeSlots(model, slots=2, context=29), step_tokens=7)
+    many = [
+        batcher.add(prepared(batcher, *job, str(n) if alone else "many", score_prompt=n == 1))
+        for n, job in enumerate(jobs)
+    ]
+    taken = [batcher.step() for _ in range(6)]
+    late = batcher.add(prepared(batcher, (9,), 3, "late"))
+    while not late.tokens:
+        taken.append(batcher.step())
+    assert len(taken) <= (6 + batching.TURN if alone else 7)
+    assert sum(row.was_put_back for row in many) == (3 if alone else 1)
+    assert batcher.running == 2
+    made_so_far = {id(row): [] for row in many}
+    for row, new in (one for step in taken for one in step if one[0] is not late):
+        made_so_far[id(row)].append((new.token, new.logprob, new.top))
+    rest = seen(batcher, [*many, late])
+    assert [made_so_far[id(row)] + rest[n] for n, row in enumerate(many)] == wanted
+    assert len(many[1].scores) == 2
+    assert (batcher.running, batcher.waiting, batcher.busy) == (0, 0, False)
+    assert {row.finish for row in many} == {"length"}
+
+
+@catches(
+    "what is on hold goes on", "generation.batching:Batcher.hold", Assign("on_hold"), to="False"
+)
+def test_what_is_on_hold_is_in_nobodys_way():
+    """It gives its slot to its own owner's next, too, and goes on where it was."""
+    model = build(preset("qwen"), generator=torch.Generator().manual_seed(0))
+    spec = DecodeSpec(max_new_tokens=9)
+    alone = Batcher(NativeSlots(model, slots=1, context=40))
+    wanted = [alone.add(alone.prepare([n, n + 1], spec=spec)) for n in range(3)]
+    list(alone.run())
+    batcher = batcher_of(model)
+    rows = [batcher.add(batcher.prepare([n, n + 1], spec=spec)) for n in range(3)]
+    batcher.step()
+    for row in rows[:2]:
+        batcher.hold(row)
+    before = [len(row.tokens) for row in rows[:2]]
+    list(batcher.run())
+    assert rows[2].finish == "length"
+    assert [len(row.tokens) for row in rows[:2]] == before
+    assert (batcher.busy, batcher.waiting) == (False, 0)
+    assert set(batcher.everyone()) == set(rows[:2])
+    batcher.go_on(rows[0])
+    batcher.cancel(rows[1])
+    list(batcher.run())
+    assert [row.tokens for row in (rows[0], rows[2])] == [wanted[0].tokens, wanted[2].tokens]
+    assert rows[1].finish == "cancelled"
+    assert not batcher.everyone()
+
+
+def test_nobody_is_put_back_for_his_own_or_where_it_would_change_bits():
+    model = build(preset("qwen"))
+    spec = DecodeSpec(max_new_tokens=9)
+    slots = OneByOneSlots(TorchStepper(model), model.spec, slots=1, context=40)
+    for batcher, owners in ((batcher_of(model), "aaa"), (Batcher(slots), "ab")):
+        rows = [
+            batcher.add(batcher.prepare([n], spec=spec, owner=owner))
+            for n, owner in enumerate(owners)
+        ]
+        list(batcher.run())
+        assert not any(row.was_put_back for row in rows)
+    batcher = batcher_of(model)  # nor two owners for one another, before their turn is over
+    rows = [batcher.add(batcher.prepare([n], spec=spec, owner=str(n))) for n in range(3)]
+    list(batcher.run())
+    assert not any(row.was_put_back for row in rows)
 
 
 def test_who_leaves_frees_the_slot():

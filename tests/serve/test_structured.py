@@ -303,7 +303,8 @@ def test_the_process_knows_no_key_and_its_limits_are_real(monkeypatch):
     builder = Builder()
     pid = builder._process.pid
     formats = structured.Formats("m", Characters("ab"))
-    assert builder.build(formats, {"kind": "regex", "pattern": "a*b"}).vocab_size == 2
+    asked = json.dumps({"model": formats.name, "kind": "regex", "pattern": "a*b"})
+    assert builder.build(formats, asked).vocab_size == 2
     assert b"GLASS_API_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert re.search(rf"Max address space +{patterns.MEGABYTES << 20} ", limits)

@@ -112,7 +112,8 @@ def make_slots(
         and spec.encoder is None
         and not native.unavailable(model, kv_cache=kv_cache)
     ):
-        return NativeSlots(model, slots=slots, context=context, kv_cache=kv_cache)
+        spare = 1 if slots > 1 else 0  # a sequence that is put back for a while is not read again
+        return NativeSlots(model, slots=slots, spare=spare, context=context, kv_cache=kv_cache)
     on_gpu = model is not None and next(model.parameters()).is_cuda
     if model is not None and spec.encoder is None and on_gpu and not invariant:
         try:

@@ -6,8 +6,14 @@ long prompt is read in pieces while the others go on. What a slot holds stays af
 has ended, so that a prompt that begins alike is read from where it differs, also when the other
 one is still going on (the positions are copied).
 
-No sequence depends on its company: random numbers come from its own seed, its logits from
-`fast.slots`, which see there, and it is sampled alone. There are no threads here and no clock.
+No sequence depends on its company: random numbers come from its own seed, its logits from `slots`,
+which see there, and it is sampled alone. There are no threads here and no clock.
+
+An owner who has no slot waits for no other one's answer to end: where slots read a prompt in any
+pieces to the same bits, a sequence of the owner with the most slots is put back into the queue. It
+gets the next free slot, and is read again, prompt and tokens, but for what a spare slot kept. A
+sequence on `hold` (its reader does not keep up) takes no part in a step, and gives its slot to
+whoever waits.
 
 Over `AheadSlots` (a GPU) a step is launched before the tokens of the one before it are seen, so
 that the device never waits for this code: what ended meanwhile is dropped. Sequences with the same
@@ -15,7 +21,7 @@ settings are sampled together there. The steps of one sequence are the same, and
 numbers; its logits may differ in the last bits with the size of the batch.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +34,7 @@ from torch import Tensor
 from glassformer.data.tokenizers.vocab import Tokenizer
 from glassformer.generation.choosing import NOTHING, is_plain, uniforms
 from glassformer.generation.constraint import Constraint
-from glassformer.generation.loop import PATIENCE, Row, allowed, check_something_left, check_tokens
+from glassformer.generation.loop import Row, allowed, check_something_left, check_tokens
 from glassformer.generation.samplers import (
     Together,
     as_array,
@@ -60,6 +66,10 @@ MOST_SCORED = 128
 MOST_SETTINGS = 256
 #: Tokens that must be saved before a prompt waits for another one that begins alike.
 WORTH_WAITING = 16
+#: New tokens after which an owner's only sequence may be put back; several may be at any time.
+TURN = 64
+#: Seconds that greedy sequences go on in one call: what arrives meanwhile waits for its end.
+GREEDY_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,9 @@ class Continuation:
     shift_1V: Tensor | None
     tokens: list[int] = field(default_factory=list)
     slot: int | None = None
+    since: int = 0  # tokens that it had when it got the slot
+    was_put_back: bool = False
+    on_hold: bool = False
     read: int = 0  # tokens whose keys and values are in the slot
     reused: int = 0  # of these, the ones that were there already
     scores: "list[Extra] | None" = None
@@ -136,6 +149,16 @@ class Continuation:
     def unread(self) -> int:
         """Tokens that are not in the slot yet."""
         return len(self.prompt) + len(self.tokens) - self.read
+
+    @property
+    def is_reading(self) -> bool:
+        """True if tokens must be read before the next one can be sampled."""
+        return not self.tokens or self.unread > 1
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The prompt and the tokens so far."""
+        return (*self.prompt, *self.tokens)
 
 
 @dataclass(slots=True)
@@ -166,8 +189,9 @@ class Batcher:
         self.tokenizer = tokenizer
         self.step_tokens = step_tokens
         self.read_tokens = self.reused_tokens = self.made_tokens = self.steps = 0
-        self._held = [_Held() for _ in range(slots.slots)]
+        self._held = [_Held() for _ in range(slots.slots + slots.spare)]
         self._queue: OrderedDict[str, deque[Continuation]] = OrderedDict()
+        self._aside: set[Continuation] = set()  # on hold, and without a slot
         #: The number of sequences without a slot; another thread may read it.
         self.waiting = 0
         self._flight: _Flight | None = None
@@ -264,12 +288,29 @@ class Batcher:
         if sequence.slot is not None:
             self._release(sequence)
             return
+        self._aside.discard(sequence)
         line = self._queue.get(sequence.owner)
         if line is not None and sequence in line:
             line.remove(sequence)
             self.waiting -= 1
             if not line:
                 del self._queue[sequence.owner]
+
+    @property
+    def _puts_back(self) -> bool:
+        return self.slots.cuts_prompts and not isinstance(self.slots, AheadSlots)
+
+    def hold(self, sequence: Continuation) -> None:
+        """Make no tokens of a running sequence until `go_on`; nothing where it keeps its slot."""
+        if self._puts_back and sequence.slot is not None and sequence.finish is None:
+            sequence.on_hold = True
+
+    def go_on(self, sequence: Continuation) -> None:
+        """Go on with a sequence that was on hold."""
+        sequence.on_hold = False
+        if sequence in self._aside:
+            self._aside.remove(sequence)
+            self._wait_first(sequence)
 
     @property
     def running(self) -> int:
@@ -279,12 +320,13 @@ class Batcher:
     @property
     def busy(self) -> bool:
         """True if a step has something to do."""
-        return bool(self._queue) or self.running > 0 or self._flight is not None
+        going = any(held.user is not None and not held.user.on_hold for held in self._held)
+        return bool(self._queue) or going or self._flight is not None
 
     def everyone(self) -> list[Continuation]:
         """Return the sequences that wait or run."""
         running = [held.user for held in self._held if held.user is not None]
-        return [*running, *(one for line in self._queue.values() for one in line)]
+        return [*running, *self._aside, *(one for line in self._queue.values() for one in line)]
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -294,7 +336,7 @@ class Batcher:
         if isinstance(self.slots, AheadSlots):
             before, self._flight = self._flight, self._launch(self.slots)
             return [] if before is None else self._landed(before)
-        users = [held.user for held in self._held if held.user is not None]
+        users = [one.user for one in self._held if one.user is not None and not one.user.on_hold]
         spans = list(self._spans(users))
         if not spans:
             return []
@@ -333,7 +375,7 @@ class Batcher:
             count=min(user.row.limit - user.row.made for user, _ in spans),
             ends=spec.eos,
             closed=spec.forbidden,
-            seconds=PATIENCE,
+            seconds=GREEDY_SECONDS,
         )
         self.steps += len(made)
         self.read_tokens += len(made) * len(spans)
@@ -356,10 +398,10 @@ class Batcher:
         """Yield the next token of those who go on, then shares of the prompts."""
         prompts = []
         for user in users:
-            if user.read >= len(user.prompt):
-                yield user, self._span(user, 1)
-            else:
+            if user.is_reading:
                 prompts.append(user)
+            else:
+                yield user, self._span(user, 1)
         yield from self._shares(prompts, self.step_tokens - (len(users) - len(prompts)))
 
     def _shares(
@@ -381,9 +423,10 @@ class Batcher:
 
     def _span(self, user: Continuation, count: int) -> Span:
         assert user.slot is not None
+        if user.tokens:  # what was put back is read again, and its prompt is scored already
+            unread = user.known[user.read :] if user.unread > 1 else (user.tokens[-1],)
+            return Span(user.slot, user.read, unread[:count])
         tokens = user.prompt[user.read : user.read + count]
-        if not tokens:
-            return Span(user.slot, user.read, (user.tokens[-1],))
         return Span(user.slot, user.read, tokens, scored=user.scores is not None)
 
     def _sampled(self, user: Continuation, logits_1V: Tensor) -> NewToken:
@@ -536,40 +579,102 @@ class Batcher:
         held.user, held.used = None, self.steps
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences, owner by owner in turn."""
-        passed: set[int] = set()  # sequences that wait for another prompt's beginning
-        while self._queue and any(held.user is None for held in self._held):
-            owner = next((o for o, line in self._queue.items() if id(line[0]) not in passed), None)
+        """Give free slots to waiting sequences, owner by owner; make room for new owners."""
+        passed: set[str] = set()  # owners whose first one waits for another prompt's beginning
+        while self._queue:
+            users = [held.user for held in self._held if held.user is not None]
+            is_full = len(users) == self.slots.slots
+            counts = Counter(user.owner for user in users)
+            back = self._least_loss(users, counts) if is_full else None
+            if is_full and back is None:
+                return
+            owner = next(
+                (
+                    owner
+                    for owner, line in self._queue.items()
+                    if owner not in passed
+                    and (
+                        back is None or back.on_hold or not (counts[owner] or line[0].was_put_back)
+                    )
+                ),
+                None,
+            )
             if owner is None:
                 return
             line = self._queue[owner]
-            if not self._place(line[0]):
-                passed.add(id(line[0]))
+            if self._should_wait(line[0]):
+                passed.add(owner)
                 continue
-            line.popleft()
-            self.waiting -= 1
+            new = line.popleft()
             self._queue.move_to_end(owner)
             if not line:
                 del self._queue[owner]
+            if back is not None:
+                self._put_back(back)
+            self._place(new)
+            self.waiting -= 1
 
-    def _place(self, user: Continuation) -> bool:
-        """Give a sequence the slot in which it reads least; False if it should wait for another."""
+    def _least_loss(self, users: list[Continuation], counts: Counter[str]) -> Continuation | None:
+        """Return the sequence to put back for an owner who has no slot; None if none may be."""
+        if not self._puts_back:
+            return None
+        able = [
+            user
+            for user in users
+            if (user.on_hold or counts[user.owner] > 1 or len(user.tokens) - user.since >= TURN)
+            and (user.tokens or user.scores is None)
+        ]
+
+        def loss(user: Continuation) -> tuple[bool, int, int]:
+            return not user.on_hold, -counts[user.owner], len(user.prompt) + len(user.tokens)
+
+        return min(able, key=loss, default=None)
+
+    def _put_back(self, user: Continuation) -> None:
+        """Take a sequence's slot; unless it is on hold, it is the next one to get a slot."""
+        self._release(user)
+        user.slot, user.was_put_back = None, True
+        if user.on_hold:
+            self._aside.add(user)
+        else:
+            self._wait_first(user)
+
+    def _wait_first(self, user: Continuation) -> None:
+        """Let a sequence wait for the next free slot."""
+        self._queue.setdefault(user.owner, deque()).appendleft(user)
+        self._queue.move_to_end(user.owner, last=False)
+        self.waiting += 1
+
+    def _should_wait(self, user: Continuation) -> bool:
+        """Return whether another sequence reads the beginning of this prompt."""
+        if not self._reuses(user):
+            return False
+        shared = max(shared_length(held.ids, user.prompt[:-1]) for held in self._held)
+        return any(
+            shared_length(held.user.prompt, user.prompt[:-1]) >= shared + WORTH_WAITING
+            for held in self._held
+            if held.user is not None
+            and not held.user.on_hold
+            and held.user.read < len(held.user.prompt)
+        )
+
+    def _reuses(self, user: Continuation) -> bool:
+        return self.slots.cuts_prompts and (user.scores is None or bool(user.tokens))
+
+    def _place(self, user: Continuation) -> None:
+        """Give a sequence the slot in which it reads least."""
         free = [place for place, held in enumerate(self._held) if held.user is None]
         target = min(
             free, key=lambda place: (len(self._held[place].ids) > 0, self._held[place].used)
         )
         shared, source = 0, target
-        if self.slots.cuts_prompts and user.scores is None:
+        known = user.known
+        if self._reuses(user):
             # The last token is always read: its logits are the result.
             for place, held in enumerate(self._held):
-                found = shared_length(held.ids, user.prompt[:-1])
+                found = shared_length(held.ids, known[:-1])
                 if found > shared:
                     shared, source = found, place
-            for held in self._held:
-                if held.user is not None and held.user.read < len(held.user.prompt):
-                    coming = shared_length(held.user.prompt, user.prompt[:-1])
-                    if coming >= shared + WORTH_WAITING:
-                        return False
         if source in free and 2 * shared >= len(self._held[source].ids):
             target = source
         elif shared < self.slots.worth_copying:
@@ -578,11 +683,11 @@ class Batcher:
             self.slots.copy(source, target, length=shared)
         if isinstance(self.slots, OneByOneSlots):
             self.slots.begin(target, user.source)
-        ids = list(user.prompt[:shared])
-        self._held[target] = _Held(ids, user, self.steps)
-        user.slot, user.read, user.reused = target, shared, shared
+        self._held[target] = _Held(list(known[:shared]), user, self.steps)
+        user.slot, user.read, user.since = target, shared, len(user.tokens)
+        if not user.was_put_back:
+            user.reused = shared
         self.reused_tokens += shared
-        return True
 
 
 #: A log-probability and the likeliest tokens with theirs.
@@ -631,7 +736,7 @@ def _all_greedy(users: Sequence[Continuation]) -> bool:
     """Return True if everyone goes on with the likeliest token, and only its id ends a sequence."""
     spec = users[0].spec
     return all(
-        user.read >= len(user.prompt)
+        not user.is_reading
         and user.together is not None
         and user.spec.greedy
         and user.row.stream is None

@@ -43,15 +43,17 @@ class NativeSlots(Slots):
         model: Model | Holder,
         *,
         slots: int,
+        spare: int = 0,
         context: int | None = None,
         kv_cache: KVCache = "float",
     ) -> None:
+        self.spare = spare
         self.stepper = NativeStepper(model, kv_cache=kv_cache)
         spec = self.stepper.model.spec
         super().__init__(spec, slots=slots, context=context or spec.max_seq_len)
         if spec.encoder is not None:
             raise InputError("slots need a decoder", hint="use OneByOneSlots")
-        self.past = self.stepper.empty(slots, room=self.max_seq_len)
+        self.past = self.stepper.empty(slots + spare, room=self.max_seq_len)
 
     def read(self, spans: Sequence[Span]) -> Tensor:
         rows, tokens = self._taken_back(spans), [span.tokens for span in spans]

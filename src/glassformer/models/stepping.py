@@ -237,6 +237,8 @@ class Slots(ABC):
     invariant: bool
     #: Positions that two prompts must share before copying them is less work than reading them.
     worth_copying = 1
+    #: Slots beyond those of a step: they keep what sequences without one have read.
+    spare = 0
 
     def __init__(self, spec: ModelSpec, *, slots: int, context: int) -> None:
         check_decodes(spec)

@@ -6,6 +6,7 @@ written, or than the client reads.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import secrets
@@ -13,7 +14,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -30,8 +31,8 @@ from glassformer.serve.structured import ToolCall, ToolReader
 
 #: Why a text ended, in OpenAI's words.
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
-#: Seconds in which a client must make room for the next event; after it, the slot is others'.
-UNREAD_SECONDS = 5.0
+#: Seconds that an event waits for room at its client before the answer is on hold, and ended.
+HOLD_SECONDS, UNREAD_SECONDS = 0.05, 5.0
 #: The log-probability that stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
 HEADERS = {
@@ -143,6 +144,24 @@ class Answer:
             self.engine.cancel(self.served.name, self.rows)
             self.left.clear()
 
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Put the continuations on hold while the client takes no event, from HOLD_SECONDS on."""
+        name, is_held = self.served.name, False
+
+        def hold() -> None:
+            nonlocal is_held
+            is_held = True
+            self.engine.hold(name, self.rows)
+
+        clock = asyncio.get_running_loop().call_later(HOLD_SECONDS, hold)
+        try:
+            yield
+        finally:
+            clock.cancel()
+            if is_held:
+                self.engine.go_on(name, self.rows)
+
     async def collected(self, receive: Receive) -> Response:
         """Return the complete answer; what has not ended is cancelled if the client goes away."""
         body: Response | None = None
@@ -175,8 +194,8 @@ async def gone(receive: Receive) -> None:
 class Events(Response):
     """Server-sent events: chunks as tokens arrive, then usage if requested, then `[DONE]`.
 
-    An answer is not generated for a client that does not read: where the next event finds no room
-    for UNREAD_SECONDS, the answer ends with an error, which is what the client reads last.
+    An answer is not generated for a client that does not read: while the next event finds no room,
+    it is on hold; after UNREAD_SECONDS it ends with an error, which is what the client reads last.
     """
 
     def __init__(self, answer: Answer, *, include_usage: bool) -> None:
@@ -210,7 +229,7 @@ class Events(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         async def write_soon(*values: Mapping[str, Any] | str) -> None:
-            with anyio.move_on_after(UNREAD_SECONDS) as clock:
+            with anyio.move_on_after(UNREAD_SECONDS) as clock, self.answer.held_up():
                 await write(*values)
             if clock.cancelled_caught:
                 self.answer.end("unread")

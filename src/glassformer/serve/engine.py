@@ -346,11 +346,15 @@ class Engine:
     def cancel(self, name: str, continuations: Sequence[Continuation]) -> None:
         """Take continuations out, wherever they are; those that have ended stay as they are."""
 
-        def drop() -> None:
-            for one in continuations:
-                self.writers[name].cancel(one)
+        self._each(self.writers[name].cancel, continuations)
 
-        self._send(drop)
+    def hold(self, name: str, continuations: Sequence[Continuation]) -> None:
+        """Make no more tokens of continuations until `go_on`, and give their slots to others."""
+        self._each(self.writers[name].hold, continuations)
+
+    def go_on(self, name: str, continuations: Sequence[Continuation]) -> None:
+        """Go on with continuations that were on hold."""
+        self._each(self.writers[name].go_on, continuations)
 
     async def call(self, name: str, work: Callable[[], T]) -> T:
         """Run a function of a model on the engine's thread, between two steps."""
@@ -370,6 +374,15 @@ class Engine:
 
         self._send(run)
         return await asyncio.wrap_future(answer)
+
+    def _each(
+        self, work: Callable[[Continuation], None], continuations: Sequence[Continuation]
+    ) -> None:
+        def run() -> None:
+            for one in continuations:
+                work(one)
+
+        self._send(run)
 
     def _send(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)

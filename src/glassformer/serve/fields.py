@@ -42,12 +42,19 @@ def refused(error: GlassError, *, param: str | None = None) -> BadRequest:
     return BadRequest(f"{error.what}{hint}", param=param, code="invalid_value")
 
 
+#: Texts and names of fields in a body.
+MOST_TEXTS = 20_000
+
+
 def parse_json(data: bytes) -> dict[str, Any]:
     """Return the object in a body; numbers that JSON does not have are refused."""
 
     def no_constant(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
+    texts = (data.count(b'"') - data.count(b'\\"')) // 2
+    if texts > MOST_TEXTS:  # the interpreter is held while a body is parsed: nobody is answered
+        raise BadRequest(f"The body has {texts:,} texts and names; at most {MOST_TEXTS:,}")
     try:
         found = json.loads(data, parse_constant=no_constant)
         depth = _depth(found)

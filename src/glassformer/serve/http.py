@@ -30,9 +30,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 #: Seconds in which a request must have begun.
 HEAD_SECONDS = 10.0
-#: Bytes of an answer that the system keeps for a client that does not read; by itself it keeps
-#: megabytes, and the server learns late that nobody reads.
-UNSENT_BYTES = 1 << 17
+#: Bytes of an answer that the system keeps for a client that does not read, and as many that this
+#: process keeps; by itself the system keeps megabytes, and a server learns late that nobody reads.
+UNSENT_BYTES = 1 << 15
 #: Seconds that a server has to end after SIGTERM; those who send it wait for 10 or more.
 GRACE_SECONDS = 8.0
 
@@ -384,6 +384,7 @@ class TimedConnection(H11Protocol):
         transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES
         )
+        transport.set_write_buffer_limits(high=UNSENT_BYTES)
         self._seen: Any = None
         self._probe: asyncio.TimerHandle | None = None
         self._clock = self._later()

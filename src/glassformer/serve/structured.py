@@ -39,7 +39,7 @@ class Builders:
 
     async def constraint(self, formats: "Formats", wanted: Mapping[str, Any]) -> Constraint:
         """Return the constraint of a format; cancelled, its process is killed."""
-        text = json.dumps(wanted, sort_keys=True)
+        text = json.dumps({"model": formats.name, **wanted}, sort_keys=True)
         if len(text) > LONGEST_SCHEMA:
             raise InputError(
                 f"a schema of {len(text):,} characters", hint=f"at most {LONGEST_SCHEMA:,}"
@@ -54,7 +54,7 @@ class Builders:
             builder = self._free.pop() if self._free else _Builder()
             try:
                 made = await anyio.to_thread.run_sync(
-                    builder.build, formats, wanted, abandon_on_cancel=True
+                    builder.build, formats, text, abandon_on_cancel=True
                 )
             except InputError:
                 self._free.append(builder)
@@ -82,8 +82,8 @@ class _Builder:
         self.close = weakref.finalize(self, _end, self._process)
         self._told: set[str] = set()
 
-    def build(self, formats: "Formats", wanted: Mapping[str, Any]) -> Constraint:
-        """Return the constraint of a format; called in a thread."""
+    def build(self, formats: "Formats", wanted: str) -> Constraint:
+        """Return the constraint of a format, written as JSON; called in a thread."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -91,12 +91,12 @@ class _Builder:
         if formats.name not in self._told:
             texts = formats.texts()
             told = {"alone": texts.alone, "behind": texts.behind, "are_names": texts.are_names}
-            lines.append({"model": formats.name, **told})
+            lines.append(json.dumps({"model": formats.name, **told}))
             self._told.add(formats.name)
-        lines.append({"model": formats.name, **wanted})
+        lines.append(wanted)
         try:
             for line in lines:
-                stdin.write(json.dumps(line).encode() + b"\n")
+                stdin.write(line.encode() + b"\n")
             stdin.flush()
             answer = json.loads(stdout.readline() or "null")
             if answer is not None and "shape" in answer:
