@@ -33,6 +33,16 @@ class Palindromes(Task):
         return Batch(tokens=tokens, valid=np.ones(tokens.shape, bool), targets={"answer": answers})
 
 
+class Trapezoid:
+    """A schedule that rises, stays, and falls to 0."""
+
+    def __init__(self, *, warmup=2, fall=0.5):
+        self.warmup, self.fall = warmup, fall
+
+    def share(self, step, steps):
+        return min((step + 1) / self.warmup, 1.0, (steps - step) / (self.fall * steps))
+
+
 class Words(TrainedTokenizer):
     """Whole words and the spaces between them; words that are rare or new are spelled `?`."""
 

@@ -154,6 +154,48 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_same_bits(folder):
     assert "the NumPy engine has no OwnOptimizer" in error
 
 
+@pytest.mark.parametrize("engine", ["native", "torch", "numpy"])
+def test_a_schedule_of_ones_own_sets_the_rate_of_every_engine(folder, engine):
+    common = (
+        "train",
+        "copy",
+        "task.examples=200",
+        "train.schedule=mine.py:Trapezoid",
+        "train.schedule.options.warmup=4",
+        "train.lr=1e-3",
+        "train.checkpoint_every=3",
+        "train.keep=9",
+        "train.evaluate_every=1",
+        "--engine",
+        engine,
+        "--json",
+    )
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    whole = json.loads(glass(folder, *common, "--steps", "8", "--name", "whole"))
+    assert _rates(folder / "runs/whole") == pytest.approx(
+        [1e-3 * share for share in (0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25)]
+    )
+    glass(folder, *common, "--steps", "8", "--name", "halves")
+    shutil.rmtree(folder / "runs/halves/checkpoints/step-000008")
+    assert "not run unless" in glass(folder, "resume", "halves", fails=2)
+    again = json.loads(glass(folder, "resume", "halves", "--own-code", "mine.py", "--json"))
+    assert (again["loss"], again["val_loss"]) == (whole["loss"], whole["val_loss"])
+    assert _rates(folder / "runs/halves") == _rates(folder / "runs/whole")
+
+
+def _rates(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [one["lr"] for one in map(json.loads, lines) if "lr" in one]
+
+
+def test_a_schedule_that_gives_no_rate_is_refused_with_its_step(folder):
+    error = glass(folder, "train", "copy", "train.schedule=mine.py:Trapezoid",
+        "train.schedule.options.fall=-1.0", fails=2)  # fmt: skip
+    assert "mine.py:Trapezoid: the share of step 0 is" in error
+    error = glass(folder, "train", "copy", "train.schedule=mine.py:Palindromes", fails=2)
+    assert "'Palindromes' object has no attribute 'share'" in error
+
+
 def test_a_position_of_ones_own_trains_counts_and_decodes(folder):
     glass(
         folder,

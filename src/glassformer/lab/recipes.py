@@ -46,6 +46,7 @@ from glassformer.spec.own import (
     OwnOptimizer,
     OwnPart,
     OwnPosition,
+    OwnSchedule,
     OwnTask,
     OwnTokenizer,
     installed_parts,
@@ -252,7 +253,11 @@ def named_configs(paths: Sequence[str | Path]) -> dict[str, RunSpec]:
 T = TypeVar("T")
 
 #: The kind of part that the last word of an override's path stands for.
-KINDS: Mapping[str, type[OwnPart]] = {"optimizer": OwnOptimizer, "tokenizer": OwnTokenizer}
+KINDS: Mapping[str, type[OwnPart]] = {
+    "optimizer": OwnOptimizer,
+    "schedule": OwnSchedule,
+    "tokenizer": OwnTokenizer,
+}
 #: Training of a task that suggests none.
 TRAINING = TrainSpec(
     steps=1_000,

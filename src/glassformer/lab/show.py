@@ -24,7 +24,7 @@ from glassformer.spec.presets import PRESET_SUMMARIES, PRESETS, preset
 from glassformer.spec.program import listing, program
 from glassformer.spec.serialize import from_json, override, to_dict
 from glassformer.spec.tasks import TASK_SUMMARIES
-from glassformer.spec.train import RunSpec, lora_manifest, optimizer_name
+from glassformer.spec.train import RunSpec, lora_manifest, part_name
 from glassformer.store.rundir import RunRef
 
 #: Suites that `glass evaluate --suite NAME` knows, in a line each.
@@ -253,7 +253,7 @@ def training_lines(run: RunSpec) -> list[str]:
     precision = "" if train.precision == "float32" else f", {train.precision}"
     lines.append(
         f"training: {counted(train.steps, 'step')} of {train.batch_size}{batches} examples, "
-        f"{optimizer_name(train.optimizer)}, learning rate {train.lr:g}, seed {train.seed}"
+        f"{part_name(train.optimizer)}, learning rate {train.lr:g}, seed {train.seed}"
         f"{precision}"
     )
     if run.tuning is not None:

@@ -20,7 +20,7 @@ from glassformer.spec.lacking import Runs, every_field, lacks
 from glassformer.spec.manifest import Parameter, stored
 from glassformer.spec.model import ModelSpec
 from glassformer.spec.options import check_options, option
-from glassformer.spec.own import OwnOptimizer
+from glassformer.spec.own import OwnOptimizer, OwnPart, OwnSchedule
 from glassformer.spec.serialize import check_scalar
 from glassformer.spec.tasks import FinetuneTask, Task
 
@@ -163,7 +163,7 @@ class CosineSchedule:
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(1.0, way))) / 2
 
 
-Schedule = ConstantSchedule | InverseSqrtSchedule | CosineSchedule
+Schedule = ConstantSchedule | InverseSqrtSchedule | CosineSchedule | OwnSchedule
 
 
 def _warm(step: int, warmup: int) -> float:
@@ -248,11 +248,9 @@ class Muon:
 Optimizer = SGD | AdamW | Muon | OwnOptimizer
 
 
-def optimizer_name(optimizer: Optimizer) -> str:
-    """Return `AdamW`, or the class of an optimizer of the user's own."""
-    if isinstance(optimizer, OwnOptimizer):
-        return optimizer.class_name
-    return type(optimizer).__name__
+def part_name(part: Optimizer | Schedule) -> str:
+    """Return `AdamW`, or the class of a part of the user's own."""
+    return part.class_name if isinstance(part, OwnPart) else type(part).__name__
 
 
 @spec
@@ -289,7 +287,8 @@ class TrainSpec:
     )
     schedule: Schedule = option(
         CosineSchedule(warmup=50),
-        help="ConstantSchedule, InverseSqrtSchedule or CosineSchedule, with a warmup.",
+        help="ConstantSchedule, InverseSqrtSchedule or CosineSchedule, with a warmup, or one of "
+        "your own: my_schedule.py:WSD.",
     )
     clip: float = option(
         1.0, help="Largest norm of the gradient; 0 turns clipping off.", at_least=0, off=0

@@ -35,7 +35,7 @@ from glassformer.lens.show.report_page import (
     table,
 )
 from glassformer.spec.errors import InputError
-from glassformer.spec.train import RunSpec, optimizer_name
+from glassformer.spec.train import RunSpec, part_name
 from glassformer.spec.units import format_bytes
 from glassformer.store.checkpoint import verify_folder
 from glassformer.store.rundir import RunDirectory, RunRef
@@ -165,8 +165,8 @@ def trained(run: Subject) -> Iterator[str]:
                 "training",
                 f"{train.steps:,} steps of {train.batch_size * train.accumulate} examples",
             ),
-            ("learning rate", f"{train.lr:g}, {type(train.schedule).__name__}"),
-            ("optimizer", optimizer_name(train.optimizer)),
+            ("learning rate", f"{train.lr:g}, {part_name(train.schedule)}"),
+            ("optimizer", part_name(train.optimizer)),
             ("seed, precision", f"{train.seed}, {train.precision}"),
             ("engine", f"{spec.engine} on {made.get('device', 'unknown')}"),
             ("versions", ", ".join(f"{k} {v}" for k, v in made.items() if v and k != "device")),
