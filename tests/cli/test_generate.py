@@ -53,6 +53,7 @@ def test_a_text_that_repeats_itself_is_told_from_one_that_does_not(runs):
 
 def test_the_cache_changes_nothing_and_stdin_is_read(runs):
     words = ("reverse", "3 1 4", "--max-new", "6")
+    assert glass(runs, *words) == glass(runs, "reverse", "3 1 4", "--max-new-tokens", "6")
     assert glass(runs, *words) == glass(runs, *words, "--no-cache")
     assert glass(runs, *words) == glass(runs, "reverse", "-", "--max-new", "6", stdin="3 1 4")
 

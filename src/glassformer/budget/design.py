@@ -392,7 +392,7 @@ def _gave_way(budget: Budget, asked: Budget, best: Design, nearest: Design) -> t
             )
     if lines and budget.multiple != asked.multiple:
         lines.append(
-            f"widths are multiples of {budget.multiple}, which int4 needs; multiple 1 would be "
-            "nearer"
+            f"widths are multiples of {budget.multiple}, so that int4 can hold the weights; "
+            "multiple 1 is nearer, without int4 ('any width')"
         )
     return tuple(lines)

@@ -183,7 +183,10 @@ OTHER_KINDS: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         ("wsd", "warmupstabledecay", "trapezoid", "trapezoidal"),
-        ("ConstantSchedule", "which warms up and stays, without the decay at the end"),
+        (
+            "ConstantSchedule",
+            "which warms up and stays, without the decay at the end; your own: my_file.py:WSD",
+        ),
     ),
     **dict.fromkeys(
         ("linear", "lineardecay", "linearwithwarmup", "polynomial", "poly", "onecycle"),

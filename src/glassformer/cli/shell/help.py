@@ -13,7 +13,12 @@ from glassformer.cli.shell.options import FORMER
 from glassformer.cli.shell.terminal import WIDEST
 
 #: Settings of every command.
-SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": WIDEST,
+    # Python's name of the option is taken, too
+    "token_normalize_func": lambda word: "max-new" if word == "max-new-tokens" else word,
+}
 
 #: The kinds of numbers that are read here, in words.
 NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
