@@ -194,6 +194,7 @@ def test_a_schedule_that_gives_no_rate_is_refused_with_its_step(folder):
     assert "mine.py:Trapezoid: the share of step 0 is" in error
     error = glass(folder, "train", "copy", "train.schedule=mine.py:Palindromes", fails=2)
     assert "'Palindromes' object has no attribute 'share'" in error
+    assert not (folder / "runs/copy").exists()
 
 
 def test_a_position_of_ones_own_trains_counts_and_decodes(folder):

@@ -304,7 +304,10 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
     path = "model.position"
     source = next((t.partition("=")[2] for t in reversed(given) if t.startswith(f"{path}=")), "")
     if not is_source(source) or not isinstance(spec, RunSpec):
-        return override(spec, [_named(text) for text in given])
+        made = override(spec, [_named(text) for text in given])
+        if isinstance(made, RunSpec) and isinstance(made.train.schedule, OwnSchedule):
+            made.train.learning_rate(0)  # what gives no rate is refused before there is a run
+        return made
     rest = [text for text in given if not text.startswith((f"{path}=", f"{path}.options."))]
     made = override(spec, [_named(text) for text in rest])
     options = dict(
