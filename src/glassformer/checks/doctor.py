@@ -21,6 +21,7 @@ from glasscheck.setups import Setup, setup_of
 from glassformer.checks.errors import as_ours
 from glassformer.checks.subject import named
 from glassformer.data.batch import Batch
+from glassformer.data.own_code import learning_rate
 from glassformer.data.rng import Sampler
 from glassformer.data.task import Task
 from glassformer.kernels.threads import verifying
@@ -93,7 +94,7 @@ class OwnRun(Patient):
 
     def rates(self, count: int) -> list[float]:
         """Return the rates of the run's schedule."""
-        return [self.train_spec.learning_rate(step) for step in range(count)]
+        return [learning_rate(self.train_spec, step) for step in range(count)]
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch, as the engine differentiates it."""

@@ -23,11 +23,13 @@ from glassformer.spec.errors import GlassError, InputError
 from glassformer.spec.own import (
     OwnCodeRefused,
     OwnPart,
+    OwnSchedule,
     Settings,
     check_source,
     installed_parts,
     is_source,
 )
+from glassformer.spec.train import TrainSpec
 
 P = TypeVar("P", bound=OwnPart)
 
@@ -108,6 +110,26 @@ def open_part(part: OwnPart) -> type:
             hint=f"it has: {', '.join(classes)}" if classes else "it defines no class",
         )
     return own
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """Return the learning rate of a step, counted from 0, also by a schedule of the user's own.
+
+    That one is made anew for each step: a rate depends on the step and the run's steps alone, so
+    that a run which is resumed has the rates of one that was never stopped.
+    """
+    own = train.schedule
+    if not isinstance(own, OwnSchedule):
+        return train.learning_rate(step)
+    kind: Any = open_part(own)
+    with running(own):
+        share = float(kind(**own.options).share(step, train.steps))
+    if not 0.0 <= share < float("inf"):
+        raise InputError(
+            f"{own.source}: the share of step {step} is {share:g}",
+            hint="a number of 0 or more; 1 is train.lr",
+        )
+    return train.lr * share
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 import numpy as np
 
 from glassformer.data.build_task import build_task
-from glassformer.data.own_code import name_part
+from glassformer.data.own_code import learning_rate, name_part
 from glassformer.data.task import HEADS, Task
 from glassformer.lab.corpus import built
 from glassformer.lab.runs.planned import PlannedRun
@@ -306,7 +306,7 @@ def override_parts(spec: T, overrides: Iterable[str]) -> T:
     if not is_source(source) or not isinstance(spec, RunSpec):
         made = override(spec, [_named(text) for text in given])
         if isinstance(made, RunSpec) and isinstance(made.train.schedule, OwnSchedule):
-            made.train.learning_rate(0)  # what gives no rate is refused before there is a run
+            learning_rate(made.train, 0)  # what gives no rate is refused before there is a run
         return made
     rest = [text for text in given if not text.startswith((f"{path}=", f"{path}.options."))]
     made = override(spec, [_named(text) for text in rest])

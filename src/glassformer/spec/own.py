@@ -103,23 +103,11 @@ class OwnOptimizer(OwnPart):
 
 @spec
 class OwnSchedule(OwnPart):
-    """A class with `share(step, steps)`, which returns the rate as a fraction of `train.lr`.
-
-    It is made anew for each step: a rate depends on the step and the run's steps alone, so that a
-    run which is resumed has the rates of one that was never stopped.
-    """
+    """A class with `share(step, steps)`, which returns the rate as a fraction of `train.lr`."""
 
     def share(self, step: int, steps: int) -> float:
-        """The rate at this step (from 0) as a fraction of the full rate."""
-        kind: Any = open_part(self)
-        with running(self):
-            share = float(kind(**self.options).share(step, steps))
-        if not 0.0 <= share < float("inf"):
-            raise InputError(
-                f"{self.source}: the share of step {step} is {share:g}",
-                hint="a number of 0 or more; 1 is train.lr",
-            )
-        return share
+        """Refuse to compute a rate, which only its code knows: `data.own_code.learning_rate`."""
+        raise InputError(f"the rates of {self.source} are not known")
 
 
 @spec

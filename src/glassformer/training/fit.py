@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from glassformer.data.own_code import learning_rate
 from glassformer.data.task import Task
 from glassformer.spec.errors import InputError
 from glassformer.spec.train import TrainSpec
@@ -71,7 +72,7 @@ def fit(
     for step in range(start, train.steps):
         first = step * train.accumulate
         batches = [task.batch("train", order.rows(first + i)) for i in range(train.accumulate)]
-        lr = train.learning_rate(step)
+        lr = learning_rate(train, step)
         read = engine.submit(batches, lr=lr, seed=step_seed(train.seed, step))
         waiting.append((step + 1, lr, read))
         settle = train.looks_after(step + 1) or stopping()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from glassformer.data.batch import Batch, Ints
+from glassformer.data.own_code import learning_rate
 from glassformer.data.task import Task
 from glassformer.models.inputs import Inputs, as_inputs
 from glassformer.models.model import Model, build
@@ -349,7 +350,7 @@ def fit_stack(
         now = min(steps[m] for m in left)
         engine.leave([m for m in engine.live if m in ended and ended[m] <= now])
         live = [m for m in left if steps[m] == now]
-        told = {m: (now + 1, engine.runs[m].train.learning_rate(now)) for m in live}
+        told = {m: (now + 1, learning_rate(engine.runs[m].train, now)) for m in live}
         rows = {
             m: [orders[m].rows(now * engine.accumulate + i) for i in range(engine.accumulate)]
             for m in engine.live
