@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.clock import Row, interleave, said
+from glassformer.byhand.c_table import C
 from glassformer.data.batch import Batch
 from glassformer.gpu.training_graphs import Graphs
 from glassformer.lab.recipes import plan_run
@@ -34,6 +35,7 @@ from glassformer.spec.manifest import count_parameters
 from glassformer.spec.model import ModelSpec, NextHead
 from glassformer.spec.train import AdamW, LoRA, TrainSpec
 from glassformer.training.fit import StepRecord, fit
+from glassformer.training.numpy_engine import NumpyEngine
 from glassformer.training.torch_engine import TorchEngine
 
 
@@ -217,6 +219,18 @@ def our_steps(size: Size, device: str, *, compile: str, steps: int) -> Callable[
     return block
 
 
+def native_steps(size: Size, *, steps: int) -> Callable[[], object]:
+    """The same by the native engine, which a CPU takes by default."""
+    train = TrainSpec(batch_size=size.batch, lr=1e-4, optimizer=AdamW(weight_decay=0.1))
+    engine, given = NumpyEngine.fresh(size.spec(), train, table=C), batches(size)
+
+    def block() -> None:
+        for i in range(steps):
+            engine.step([given[i % 4]], lr=1e-4, seed=i)
+
+    return block
+
+
 def their_steps(
     model: nn.Module, size: Size, device: str, *, compiled: bool, steps: int
 ) -> Callable[[], object]:
@@ -267,6 +281,7 @@ def makers(size: Size, device: str, steps: int) -> dict[str, Callable[[], Callab
         "plain PyTorch": lambda: their_steps(
             Plain(size), size, device, compiled=False, steps=steps
         ),
+        **({} if device != "cpu" else {"ours, native": lambda: native_steps(size, steps=steps)}),
         "ours, off": lambda: our_steps(size, device, compile="off", steps=steps),
         "ours, auto": lambda: our_steps(size, device, compile="auto", steps=steps),
         "ours, on": lambda: our_steps(size, device, compile="on", steps=steps),
