@@ -218,7 +218,8 @@ class Report:
         if self.redrawn:
             lines += ["", "weights: fresh ones, so noise of unit scale was added for the checks"]
         verdict = "bug" if self.failed else "rounding" if self.warnings else "passed"
-        return "\n".join([*lines, "", style(self.summary(), verdict)])
+        said = self.summary().replace("; not asked: ", "\nnot asked: ")
+        return "\n".join([*lines, "", style(said, verdict)])
 
     def summary(self) -> str:
         """Return how many checks ran, what came of them, and why the others were not asked."""
