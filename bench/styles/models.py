@@ -1,7 +1,8 @@
 """Small language models in the calling habits of other libraries, correct as they stand.
 
 Each class is called as its library calls it: no mask, `input_pos`, `inference_params`, `mems`,
-`hx`, (T, B) layouts, a mask whose True is PAD, a loss first. `bench/styles/mistakes.txt` breaks them.
+`hx`, (T, B) layouts, a mask whose True is PAD, a loss first.
+`bench/styles/mistakes.txt` breaks them.
 """
 
 import math
