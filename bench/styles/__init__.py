@@ -18,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
+#: What a caller must say, since nothing in the module does: this one reads both ways.
+CAUSAL = {"torchbert": False}
 SOURCE = HERE / "models.py"
 RECORD = re.compile(r"^(?P<model>[a-z]+): (?P<name>.+)\n- (?P<old>.+)\n\+ (?P<new>.+)$", re.M)
 
@@ -84,11 +86,11 @@ def certified(mistake: Mistake | None, model: str) -> tuple[list[str], int, int]
         file = Path(place) / "styled.py"
         file.write_text(planted(mistake), encoding="utf-8")
         try:
-            report = verify_reference(f"{file}:{model}")
+            report = verify_reference(f"{file}:{model}", causal=CAUSAL.get(model))
         except InputError as refused:
             return [f"refused: {str(refused).splitlines()[0]}"], 0, 0
     failed = [f.name for f in report.findings if f.failed]
-    ran = sum(f.verdict in ("passed", "bug", "drift") for f in report.findings)
+    ran = report.ran
     return failed, ran, len(report.findings)
 
 

@@ -24,7 +24,7 @@ from glassformer.costs.activations import activations
 from glassformer.costs.estimates import flops, optimizer_bytes
 from glassformer.costs.timing import Rates, step_time
 from glassformer.data.build_task import build_task
-from glassformer.data.own_code import name_part
+from glassformer.data.own_code import learning_rate, name_part
 from glassformer.gpu.recorded_stepper import RecordedStepper
 from glassformer.models.model import Model, build
 from glassformer.models.prompts import Prompts
@@ -59,7 +59,14 @@ from glassformer.spec.model import (
     VectorHead,
     tap_shapes,
 )
-from glassformer.spec.own import OwnOptimizer, OwnParameter, OwnPart, OwnPosition, OwnTask
+from glassformer.spec.own import (
+    OwnOptimizer,
+    OwnParameter,
+    OwnPart,
+    OwnPosition,
+    OwnSchedule,
+    OwnTask,
+)
 from glassformer.spec.position import Position
 from glassformer.spec.quantization import (
     Quantization,
@@ -155,6 +162,7 @@ NEEDS: dict[type, dict[str, Any]] = {
     TranslationTask: {"examples": 600},
     OwnTask: own_part(OwnTask, "Palindromes"),
     OwnOptimizer: own_part(OwnOptimizer, "Lion"),
+    OwnSchedule: own_part(OwnSchedule, "Trapezoid"),
     OwnPosition: own_part(OwnPosition, "Stripes")
     | {
         "parameters": (
@@ -312,9 +320,18 @@ def test_every_optimizer_goes_through(consumer: str) -> None:
 
 
 def test_schedules_answer_for_themselves() -> None:
-    """No dispatch: each schedule computes its own share. What is not a member is refused."""
+    """No dispatch: each schedule computes its own share. What is not a member is refused.
+
+    The spec never runs a file: of a user's own schedule only the loader of such files knows a rate.
+    """
     for schedule in members(Schedule):
-        assert 0.0 < TrainSpec(schedule=schedule, steps=10).learning_rate(0) <= 1e-3
+        train = TrainSpec(schedule=schedule, steps=10)
+        assert 0.0 < learning_rate(train, 0) <= 1e-3
+        if isinstance(schedule, OwnSchedule):
+            with pytest.raises(InputError, match="the rates of .* are not known"):
+                train.learning_rate(0)
+        else:
+            assert train.learning_rate(0) == learning_rate(train, 0)
     with pytest.raises(InputError, match=r"schedule: ProbeVariant is not one of .*CosineSchedule"):
         TrainSpec(schedule=ProbeVariant())
 
