@@ -328,7 +328,7 @@ def test_schedules_answer_for_themselves() -> None:
         train = TrainSpec(schedule=schedule, steps=10)
         assert 0.0 < learning_rate(train, 0) <= 1e-3
         if isinstance(schedule, OwnSchedule):
-            with pytest.raises(InputError, match="the rates of .* are not known"):
+            with pytest.raises(InputError, match=r"the rates of .* are not known"):
                 train.learning_rate(0)
         else:
             assert train.learning_rate(0) == learning_rate(train, 0)
