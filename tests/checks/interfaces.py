@@ -185,6 +185,38 @@ class Slots(Stack):
         return self.head(x)
 
 
+class SlotRows(Slots):
+    """`input_pos` with a row for each row of the batch, and nothing that says so."""
+
+    def forward(self, idx: Tensor, input_pos: Tensor | None = None) -> Tensor:
+        """Return logits."""
+        return super().forward(idx, None if input_pos is None else input_pos[:, :].amax(0))
+
+
+class SlotsAlone(Slots):
+    """Positions must be given, and caches made before: they are written in place."""
+
+    def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
+        """Make caches of zeros."""
+        for name in ("keys", "values"):
+            zeros = torch.zeros(len(self.qkv), batch_size, LONG, D)
+            self.register_buffer(name, zeros, persistent=False)
+
+    def forward(self, idx: Tensor, input_pos: Tensor) -> Tensor:
+        """Return logits."""
+        B, T = idx.shape
+        x = self.place(self.embed(idx), input_pos)
+        allow = torch.arange(LONG) <= input_pos[:, None]
+        if self.fault == "cache ends at 64" and T == 1:
+            allow = allow & (torch.arange(LONG) < 64)
+        for i, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
+            q, k, v = qkv(x).chunk(3, -1)
+            self.keys[i, :B, input_pos], self.values[i, :B, input_pos] = k, v
+            scores = (q @ self.keys[i, :B].mT).masked_fill(~allow, -1e9) / math.sqrt(D)
+            x = x + out(scores.softmax(-1) @ self.values[i, :B])
+        return self.head(self.norm(x))
+
+
 class Params(Stack):
     """`inference_params`, as state space models take them."""
 
@@ -250,6 +282,37 @@ class TimeFirst(Recurrent):
         if self.fault == "rows mixed":
             states = states + 0.01 * states.roll(1, 1)
         return self.head(states).view(T, B, V), hx
+
+
+class Begun(TimeFirst):
+    """A hidden state must be given; `init_hidden` makes the first."""
+
+    def init_hidden(self, bsz: int) -> tuple[Tensor, Tensor]:
+        """Return zeros."""
+        return torch.zeros(1, bsz, D), torch.zeros(1, bsz, D)
+
+    def forward(
+        self, input: Tensor, hidden: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return logits and the state."""
+        return super().forward(input, hidden)
+
+
+class Masked(Stack):
+    """Biases of distance in float32 beside whatever its weights are; states beside the scores."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor]:
+        """Return scores by a name of its own, among other tensors."""
+        T = x.shape[1]
+        h = self.embed(x)
+        q, k, v = self.qkv[0](h).view(*x.shape, 3, N, D // N).permute(2, 0, 3, 1, 4)
+        away = -0.1 * (torch.arange(T)[:, None] - torch.arange(T)).float()
+        away = away.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=away)
+        h = h + self.out[0](read.transpose(1, 2).reshape(h.shape))
+        if self.fault == "rows mixed":
+            h = h + 0.05 * h.roll(1, 0)
+        return {"states": h, "scores": self.head(self.norm(h))}
 
 
 @dataclass
@@ -419,6 +482,10 @@ MODELS: dict[Callable[..., nn.Module], tuple[int, dict[str, str]]] = {
         "gradient from 32 on": "gradients of a long row = central differences",
     }),
     Slots: (20, {"positions from 0": STEPS, "cache ends at 64": LONG_CACHE}),
+    SlotRows: (20, {"positions from 0": STEPS, "cache ends at 64": LONG_CACHE}),
+    SlotsAlone: (16, {"cache ends at 64": LONG_CACHE}),
+    Begun: (18, {"state dropped": STEPS}),
+    Masked: (15, {"rows mixed": ALONE}),
     Params: (20, {"offset forgotten": STEPS, "cache ends at 64": LONG_CACHE}),
     Memories: (20, {"cache ends at 64": LONG_CACHE, "rows mixed": ALONE}),
     Recurrent: (18, {"state dropped": STEPS, "batch_first forgotten": ALONE}),

@@ -51,7 +51,8 @@ TOKEN_ARGUMENTS = (
 MASK_ARGUMENTS = ("attention_mask", "valid", "mask", "padding_mask", "key_padding_mask", "pad_mask",
                   "src_key_padding_mask")  # fmt: skip
 #: Masks that by convention mark padding, not tokens.
-MARKS_PADDING = ("padding_mask", "key_padding_mask", "pad_mask", "src_key_padding_mask")
+MARKS_PADDING = ("padding_mask", "key_padding_mask", "pad_mask", "src_key_padding_mask",
+                 "tgt_key_padding_mask", "memory_key_padding_mask")  # fmt: skip
 LABEL_ARGUMENTS = ("labels", "targets", "target", "y", "lm_labels", "label")
 POSITION_ARGUMENTS = ("position_ids", "positions", "pos", "pos_ids")
 #: Source and target of an encoder-decoder, and the masks of both.
@@ -77,6 +78,9 @@ CACHE_ARGUMENTS = (
 )
 #: What a module is asked to make its caches with, where they are its own.
 SETUPS = ("setup_caches", "set_kv_cache")
+#: What makes a state for a number of rows, where a forward must be given one.
+BEGINNINGS = ("init_hidden", "init_state", "initial_state", "get_initial_state", "begin_state",
+              "zero_state")  # fmt: skip
 #: The names of a config's or a module's context length.
 LENGTHS = (
     "max_position_embeddings",
@@ -91,6 +95,8 @@ LENGTHS = (
 )
 #: Lengths at which a module is tried when it does not say its own.
 TRIED = (23, 16, 11, 8, 5, 3)
+#: Context lengths that are tried, the longest first, where none is stated.
+UNSTATED = (271, 131, 64)
 #: Lengths of which a module may take multiples alone.
 MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
 #: Tokens for which caches of a fixed size have room.
@@ -261,8 +267,11 @@ def parts_of(result: Any) -> dict[str, Any]:
     return {} if isinstance(result, Tensor) else dict(held)
 
 
-def tensor_of(result: Any) -> Tensor:
-    """Return the logits, or the last hidden state, in what a forward returned."""
+def tensor_of(result: Any, vocab_size: int | None = None) -> Tensor:
+    """Return the logits, or the last hidden state, in what a forward returned.
+
+    Of several tensors (B, T, *) without a known name, the logits have a column for each token.
+    """
     if isinstance(result, Tensor):
         return result
     parts = parts_of(result)
@@ -276,6 +285,8 @@ def tensor_of(result: Any) -> Tensor:
     if isinstance(result, (tuple, list)) and tensors:
         return tensors[0]  # a loss may come before
     deep = [t for t in tensors if t.ndim == 3 and t.is_floating_point()]
+    if len(deep) > 1:
+        deep = [t for t in deep if t.shape[-1] == vocab_size]
     if len(deep) == 1:
         return deep[0]
     raise InputError(
@@ -345,10 +356,13 @@ class Foreign:
     label_name: str | None = None
     labels_for_all: bool = False  # without labels it returns the last position alone
     state_name: str | None = None  # the argument of a cache
+    state_needed: bool = False  # a state must be given, and the module makes the first
+    rows_of_positions: bool = False  # `input_pos` has a row for each row of the batch
     time_first: bool = False  # (T, B), not (B, T)
     multiple: int = 1  # of how many tokens a row must be
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments of every call
     fresh: Callable[[], nn.Module] | None = None
+    widened: bool = False  # a float64 copy: what its forward makes in float32 is widened too
     log: Log = field(default_factory=Log, repr=False, compare=False)  # shared with its twins
 
     # --- calling ---
@@ -398,8 +412,13 @@ class Foreign:
             tokens_BT, valid_BT = self._filled(tokens_BT, valid_BT)
             given[self.token_name] = self._laid(tokens_BT)
             if self.position_name is not None:
-                at = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-                given[self.position_name] = self._laid(at)
+                at = torch.arange(tokens_BT.shape[1])
+                every = self.position_name != "input_pos" or self.rows_of_positions
+                given[self.position_name] = (
+                    self._laid(at.repeat(len(tokens_BT), 1)) if every else at.to(self.device)
+                )
+            if self.state_needed and extra.get(str(self.state_name)) is None:
+                extra = {**extra, str(self.state_name): first_state(self.module, len(tokens_BT))}
             if self.labels_for_all and self.label_name is not None:
                 given[self.label_name] = self._laid(tokens_BT)
         if valid_BT is None and self.mask_needed and tokens_BT is not None:
@@ -413,9 +432,22 @@ class Foreign:
             rows = len(tokens_BT) if tokens_BT is not None else extra.get("rows", 1)
             given |= self.source(rows)
         given |= {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in extra.items()}
-        result = self.module(**given)
-        self.log.note(self.module, given, result)
+        module = self.module
+        if self.caches_alone and tokens_BT is not None:  # its own would keep what others read
+            module = with_caches(copied(module), len(tokens_BT))
+        with _Masks() if self.widened else contextlib.nullcontext():
+            result = module(**given)
+        self.log.note(module, given, result)
         return result
+
+    @property
+    def caches_alone(self) -> bool:
+        """True if it cannot be called without positions and caches of its own."""
+        return self.state_name == "input_pos" == self.position_name
+
+    def read(self, result: Any) -> Tensor:
+        """Return the logits in what its forward returned."""
+        return tensor_of(result, self.vocab_size)
 
     def _laid(self, tensor_BT: Tensor) -> Tensor:
         """Return a tensor of tokens in the module's layout, on its device."""
@@ -452,9 +484,7 @@ class Foreign:
 
     def logits(self, tokens_BT: Tensor, valid_BT: Tensor | None = None, /, **extra: Any) -> Tensor:
         """Return the logits of a call, on the CPU, without those of the module's own positions."""
-        if self.state_name == "input_pos" and self.position_name == "input_pos":
-            return self.feed(tokens_BT, valid_BT)[0]  # it computes through its cache alone
-        return self.cut(tensor_of(self.call(tokens_BT, valid_BT, **extra)), tokens_BT)
+        return self.cut(self.read(self.call(tokens_BT, valid_BT, **extra)), tokens_BT)
 
     def cut(self, logits: Tensor, tokens_BT: Tensor) -> Tensor:
         """Return logits, on the CPU, without those of the module's own positions."""
@@ -509,10 +539,10 @@ class Foreign:
         elif self.position_name is not None and begun:
             raise NotOffered("positions behind its cache must be given, and none of its length is")
         result = self.call(tokens_BT, valid_BT, **extra)
-        past = _state_in(result, name, past)
+        past = _state_in(result, name, past, self.vocab_size)
         if past is None:
             raise NotOffered(f"its result holds no {name}")
-        logits = tensor_of(result)
+        logits = self.read(result)
         if self.lead and begun and logits.shape[1] > tokens_BT.shape[1]:
             raise NotOffered(f"each call of its forward begins with {self.lead} positions anew")
         return self.cut(logits, tokens_BT), past
@@ -535,7 +565,7 @@ class Foreign:
             )
             result = self.call(tokens_BT, inference_params=past)
             past.seqlen_offset += T
-            return self.cut(tensor_of(result), tokens_BT), past
+            return self.cut(self.read(result), tokens_BT), past
         if past is None:  # a module of its own, so that other calls have no cache
             past = (self.twin(with_caches(copied(self.module), B)), 0)
         twin, begun = past
@@ -544,14 +574,7 @@ class Foreign:
             at = at.expand(B, T)
         twin = replace(twin, position_name=None)
         result = twin.call(tokens_BT, input_pos=at)
-        return twin.cut(tensor_of(result), tokens_BT), (twin, begun + T)
-
-    @property
-    def rows_of_positions(self) -> bool:
-        """True if `input_pos` has a row for each row of the batch."""
-        forward = inspect.unwrap(inner(self.module).forward)
-        said = forward.__doc__ or ""
-        return "[b x s]" in said or "[b" in said.partition("input_pos")[2][:200]
+        return twin.cut(twin.read(result), tokens_BT), (twin, begun + T)
 
     def _feed_whole(
         self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
@@ -566,7 +589,7 @@ class Foreign:
         result = self.call(whole_BT, None, cache=cache, return_intermediates=True)
         if not isinstance(result, tuple):
             raise NotOffered("its result holds no cache")
-        return tensor_of(result).cpu(), (whole_BT, result[1])
+        return self.read(result).cpu(), (whole_BT, result[1])
 
     def in_pieces(
         self, tokens_BT: Tensor, pieces: list[int], valid_BT: Tensor | None = None
@@ -582,6 +605,10 @@ class Foreign:
         return torch.cat(columns, 1)
 
     # --- copies ---
+
+    def doubled(self) -> "Foreign":
+        """Return the same way of calling a float64 copy."""
+        return replace(self.twin(copied(self.module).double()), widened=True)
 
     def twin(self, module: nn.Module) -> "Foreign":
         """Return the same way of calling another module of this kind."""
@@ -629,7 +656,7 @@ class Foreign:
         return self.twin(again.to(device=device_of(plain)))
 
 
-def _state_in(result: Any, name: str, past: Any) -> Any:
+def _state_in(result: Any, name: str, past: Any, vocab_size: int) -> Any:
     """Return the cache in a result: of the argument's name, the next one's, or what is no logits.
 
     A cache that the caller gave and the forward filled need not be returned.
@@ -639,7 +666,7 @@ def _state_in(result: Any, name: str, past: Any) -> Any:
     for key, value in parts.items():
         if value is not None and (key == name or stem in key) and key != "logits":
             return value
-    logits = None if isinstance(result, Tensor) else tensor_of(result)
+    logits = None if isinstance(result, Tensor) else tensor_of(result, vocab_size)
     others = [v for v in parts.values() if v is not None and v is not logits and _may_be_state(v)]
     return others[0] if isinstance(result, (tuple, list)) and others else past
 
@@ -648,6 +675,15 @@ def _may_be_state(value: Any) -> bool:
     return not isinstance(value, (bool, int, float, str)) and not (
         isinstance(value, Tensor) and value.ndim == 0
     )
+
+
+def first_state(module: nn.Module, rows: int) -> Any:
+    """Return the first state of a module whose forward must be given one."""
+    plain = inner(module)
+    make = next((getattr(plain, n) for n in BEGINNINGS if callable(getattr(plain, n, None))), None)
+    if make is None:
+        raise NotOffered("it must be given a state, and shows nothing that makes the first")
+    return make(rows)
 
 
 def with_caches(module: nn.Module, rows: int) -> nn.Module:
@@ -781,6 +817,7 @@ def foreign_of(
     specials = _specials(config) | _specials(outer)
     if len([i for i in specials if 0 <= i < vocab]) > vocab // 2:
         specials = frozenset()
+    pad = _padding_of(plain) if pad is None else pad
     pad = pad if isinstance(pad, int) and 0 <= pad < vocab else 0
     state_name = pick("cache", CACHE_ARGUMENTS)
     positions = next((n for n in (*POSITION_ARGUMENTS, "input_pos") if n in needed), None)
@@ -802,12 +839,39 @@ def foreign_of(
         position_name=None if positions in fixed else positions,
         label_name=pick("labels", LABEL_ARGUMENTS),
         state_name=None if state_name in fixed else state_name,
+        state_needed=state_name in needed and state_name not in ("input_pos", *fixed),
         fixed=fixed,
     )
-    found = _of_its_lengths(_of_its_layout(found))
+    found = _of_its_lengths(_of_its_layout(_of_its_positions(found)))
     if kind == "encoder" and causal is None and _never_looks_ahead(found):
         return replace(found, kind="decoder")
     return found
+
+
+def _padding_of(module: nn.Module) -> int | None:
+    """Return the token whose embedding gets no gradient, if the embeddings agree on one."""
+    found = {p.padding_idx for p in module.modules() if isinstance(p, nn.Embedding)} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+@torch.no_grad()
+def _of_its_positions(foreign: Foreign) -> Foreign:
+    """Return a module that takes `input_pos` with a row for each row of the batch as such.
+
+    Its docstring says so, or positions of one row for all are refused and these are taken.
+    """
+    if foreign.state_name != "input_pos":
+        return foreign
+    said = inspect.unwrap(inner(foreign.module).forward).__doc__ or ""
+    each = replace(foreign, rows_of_positions=True)
+    if "[b x s]" in said or "[b" in said.partition("input_pos")[2][:200]:
+        return each
+    tokens = foreign.draw(2, 5, seed=54)
+    for one in (foreign, each):
+        with contextlib.suppress(Exception):  # the first real call reports it
+            one.feed(tokens)
+            return one
+    return foreign
 
 
 #: What a forward says of tokens whose first axis is time.
@@ -821,18 +885,24 @@ def _of_its_layout(foreign: Foreign) -> Foreign:
     """Return a module that takes (T, B) as such: where it says so, and computes so."""
     plain = inner(foreign.module)
     try:
-        said = TIME_FIRST.search(f"{plain.forward.__doc__}\n{inspect.getsource(plain.forward)}")
+        source = inspect.getsource(plain.forward)
     except (OSError, TypeError):
-        said = None
-    if not said:
+        source = ""
+    said = TIME_FIRST.search(f"{plain.forward.__doc__}\n{source}")
+    if not said and not foreign.state_needed:
         return foreign
-    tokens = foreign.draw(3, 5, seed=54)
+    turned = replace(foreign, time_first=True)
+    tokens = foreign.draw(5, 3, seed=54)
     changed = tokens.clone()
-    changed[0] = (changed[0] + 1) % foreign.vocab_size
+    changed[:, 0] = foreign.draw(5, 1, seed=55)[:, 0]
+    with contextlib.suppress(Exception):
+        if not said:  # a first state made for so many rows shows which axis they are
+            foreign.call(tokens)
+            return foreign
     with contextlib.suppress(Exception):  # the first real call reports it
-        one, other = (tensor_of(foreign.call(ids)) for ids in (tokens, changed))
+        one, other = (turned.read(turned.call(ids)) for ids in (tokens, changed))
         if one.shape[:2] == (3, 5) and not torch.equal(one[1], other[1]):
-            return replace(foreign, time_first=True)
+            return turned
     return foreign
 
 
@@ -919,10 +989,19 @@ def _reads_forward_only(module: nn.Module) -> bool:
     )
 
 
+@torch.no_grad()
+def _takes(foreign: Foreign, length: int) -> bool:
+    """True if a row of this length is computed."""
+    with contextlib.suppress(Exception):  # a stranger's model may raise anything
+        return foreign.logits(foreign.draw(1, length, seed=60)).numel() > 0
+    return False
+
+
 def longest(foreign: Foreign, *, told: int | None = None) -> int:
     """Return the context length: told, read from the config, or found by trying."""
     config = config_of(foreign.module, decoder=foreign.kind == "encoder-decoder")
-    said = told or number(config, *LENGTHS) or number(inner(foreign.module), *LENGTHS) or 64
+    said = told or number(config, *LENGTHS) or number(inner(foreign.module), *LENGTHS)
+    said = said or next((n for n in UNSTATED if _takes(foreign, n)), UNSTATED[-1])
     reason: Exception | None = None
     for length in (length for length in TRIED if length <= said):
         try:
@@ -1199,6 +1278,26 @@ def counting_real_tokens(
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Masks(TorchFunctionMode):
+    """Give masks of fused attention the dtype of its queries.
+
+    torch 2.13's kernel for the CPU takes a float32 mask beside float64 queries, and reads it as if
+    it were float64: from 32 positions on its results are wrong.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, with such a mask widened."""
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            if isinstance(mask, Tensor) and mask.is_floating_point():
+                query = args[0] if args else kwargs["query"]
+                args, rest = args[:3], args[4:]
+                kwargs |= {"attn_mask": mask.to(query.dtype)}
+                kwargs |= dict(zip(("dropout_p", "is_causal"), rest, strict=False))
+        return func(*args, **kwargs)
 
 
 class _Counting(TorchFunctionMode):

@@ -26,7 +26,6 @@ from glasscheck.foreign import (
     Foreign,
     computed_in,
     config_of,
-    copied,
     first_position,
     foreign_of,
     longest,
@@ -204,8 +203,7 @@ def _of_foreign(foreign: Foreign, *, name: str, max_length: int) -> Subject:
     foreign = replace(foreign, marks_padding=per_position and _marks_padding(foreign))
 
     def double() -> Subject:
-        twin = foreign.twin(copied(module).double())
-        return _of_foreign(twin, name=name, max_length=max_length)
+        return _of_foreign(foreign.doubled(), name=name, max_length=max_length)
 
     window = number(config_of(module), "sliding_window", "attention_window_size")
     refused = _refused_mask(foreign, tokens)

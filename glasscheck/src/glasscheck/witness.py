@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glasscheck.foreign import Call, Foreign, tensor_of
+from glasscheck.foreign import Call, Foreign
 from glasscheck.measure import LARGEST, Measure, relative_gap
 from glasscheck.subject import Subject
 
@@ -91,7 +91,7 @@ def _origin(tensor: Tensor, calls: Sequence[Call], foreign: Foreign) -> _Origin 
 def _rows(call: Call, foreign: Foreign) -> Tensor | None:
     """Return the logits of a call, one row for each position."""
     try:
-        logits = tensor_of(call.result)
+        logits = foreign.read(call.result)
     except Exception:
         return None
     tokens = call.given.get(foreign.token_name)
@@ -183,7 +183,7 @@ def _path(result: Any, wanted: object) -> str | None:
 
 
 def _logits_of(name: str, call: Call, foreign: Foreign) -> str:
-    logits = tensor_of(call.result)
+    logits = foreign.read(call.result)
     path = _path(call.result, logits)
     return f"{name}{'' if path is None else path}.flatten(0, -2)"
 

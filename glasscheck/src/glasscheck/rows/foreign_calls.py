@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from glasscheck.errors import InputError
-from glasscheck.foreign import SOURCE_LENGTH, Foreign, copied, inner, tensor_of, training
+from glasscheck.foreign import SOURCE_LENGTH, Foreign, copied, inner, training
 from glasscheck.measure import (
     UNITS,
     Gaps,
@@ -61,19 +61,19 @@ def extras_change_nothing(subject: Subject) -> Measure:
         if foreign.offers(name) or (foreign.any_argument and name.startswith("output_")):
             with gaps.attempt(name):
                 result = foreign.call(tokens, None, **{name: value})
-                logits = _logits_in(result)
+                logits = _logits_in(foreign, result)
                 gaps.compare(foreign.cut(logits, tokens), plain, f"{name}={value}")
                 if masked is not None:
                     result = foreign.call(padded, valid, **{name: value})
-                    logits = _logits_in(result)
+                    logits = _logits_in(foreign, result)
                     logits = foreign.cut(logits, padded)[valid]
                     gaps.compare(logits, masked, f"{name}={value}, padded")
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 
-def _logits_in(result: Any) -> Tensor:
+def _logits_in(foreign: Foreign, result: Any) -> Tensor:
     try:
-        return tensor_of(result)
+        return foreign.read(result)
     except InputError as error:
         raise NotOffered("its result has no logits") from error
 
@@ -129,7 +129,7 @@ def embeddings_are_tokens(subject: Subject) -> Measure:
     if both:
         extra |= foreign.source(len(tokens))
     given = foreign.call(None, **extra)
-    gaps.compare(foreign.cut(_logits_in(given), tokens), plain)
+    gaps.compare(foreign.cut(_logits_in(foreign, given), tokens), plain)
     return gaps.measure(tolerance_of(plain, subject), subject.size)
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from glasscheck.foreign import copied
 from glasscheck.measure import MASKED, Measure, NotOffered, seeded, short
 from glasscheck.rows.invariants import LENGTH, long_of, tokens_of
 from glasscheck.subject import Subject
@@ -153,8 +152,7 @@ class Hill:
     """The logits of a float64 copy, summed with random weights, as a height above its weights."""
 
     def __init__(self, subject: Subject, *, length: int = LENGTH) -> None:
-        foreign = subject.stranger()
-        self.twin = foreign.twin(copied(foreign.module).double())
+        self.twin = subject.stranger().doubled()
         self.tokens = tokens_of(subject, 2, length, seed=149)
         self.weights = {
             name: p

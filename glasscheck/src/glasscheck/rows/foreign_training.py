@@ -125,13 +125,15 @@ def _learner(subject: Subject) -> Loss:
 
 def _that_ignores(loss: Loss, tokens: Tensor, labels: Tensor, bar: float) -> Loss:
     """Return the loss with the label that it leaves out, if it leaves any out."""
-    if loss.foreign.label_name == "labels":
-        return loss
     holes = labels.clone()
     holes[:, 3:6] = IGNORED
+    if loss.foreign.label_name == "labels":
+        with contextlib.suppress(IndexError):  # -100 is no label of it
+            loss.of(tokens, holes)
+            return loss
     wanted = loss.by_hand(loss.foreign.logits(tokens), holes)
     others = loss.by_hand(loss.foreign.logits(tokens), labels)
-    for ignored in IGNORABLE:
+    for ignored in (*IGNORABLE, loss.foreign.pad):
         one = replace(loss, ignored=ignored)
         with contextlib.suppress(Exception):  # a stranger's model may raise anything
             found = one.of(tokens, holes).cpu()

@@ -407,6 +407,8 @@ def gradient_flow(subject: Subject) -> Measure:
         raise NotOffered("no parameters")
     if not any(p.requires_grad for p in subject.parameters.values()):
         raise NotOffered("every parameter is frozen")
+    if subject.foreign is not None and subject.foreign.caches_alone:
+        raise NotOffered("it computes through caches alone, which are written in place")
     largest, logits = _gradients(subject)
     theory = subject.zero_by_theory or {}
     dead = [name for name, size in largest.items() if not size > 0 and name not in theory]

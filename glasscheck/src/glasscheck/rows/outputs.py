@@ -14,7 +14,6 @@ from glasscheck.foreign import (
     number,
     parts_of,
     position_tables,
-    tensor_of,
 )
 from glasscheck.measure import Measure, NotOffered, relative_gap
 from glasscheck.rows.invariants import (
@@ -107,7 +106,7 @@ def hidden_states_end(subject: Subject) -> Measure:
         if id(part) in ends and isinstance(first, Tensor):
             blocks_out.append(first)
         if args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
-            later.append((names[id(part)], args[0], result))
+            later.append((names.get(id(part), ""), args[0], result))
 
     handles = [part.register_forward_hook(note) for part in foreign.module.modules()]
     try:
@@ -115,7 +114,7 @@ def hidden_states_end(subject: Subject) -> Measure:
     finally:
         for handle in handles:
             handle.remove()
-    logits = tensor_of(result)
+    logits = foreign.read(result)
     made = [(given, result) for _, given, result in later if result.shape == logits.shape]
     exact = [given for given, result in made if torch.equal(result, logits)]
     heads = exact or [given for given, _ in made]
