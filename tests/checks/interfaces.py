@@ -484,7 +484,7 @@ MODELS: dict[Callable[..., nn.Module], tuple[int, dict[str, str]]] = {
     Slots: (20, {"positions from 0": STEPS, "cache ends at 64": LONG_CACHE}),
     SlotRows: (20, {"positions from 0": STEPS, "cache ends at 64": LONG_CACHE}),
     SlotsAlone: (16, {"cache ends at 64": LONG_CACHE}),
-    Begun: (18, {"state dropped": STEPS}),
+    Begun: (18, {"state dropped": ALONE}),
     Masked: (15, {"rows mixed": ALONE}),
     Params: (20, {"offset forgotten": STEPS, "cache ends at 64": LONG_CACHE}),
     Memories: (20, {"cache ends at 64": LONG_CACHE, "rows mixed": ALONE}),

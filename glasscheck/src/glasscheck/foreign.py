@@ -869,7 +869,7 @@ def _of_its_positions(foreign: Foreign) -> Foreign:
     tokens = foreign.draw(2, 5, seed=54)
     for one in (foreign, each):
         with contextlib.suppress(Exception):  # the first real call reports it
-            one.feed(tokens)
+            replace(one, kind="decoder").feed(tokens)  # its kind is found out later
             return one
     return foreign
 
