@@ -145,7 +145,8 @@ class Nano(Stack):
             idx[:, 0] = 0
         x, _ = self.run(idx, torch.arange(idx.shape[1]))
         if targets is None:
-            return self.head(x[:, -1:]), None
+            rows = x[:1].expand_as(x) if self.fault == "the first row's last position" else x
+            return self.head(rows[:, -1:]), None
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if self.fault == "loss of 128 tokens":
@@ -235,6 +236,40 @@ class Params(Stack):
             at = torch.arange(input_ids.shape[1])
         x, held["all"] = self.run(input_ids, at, past)
         return SimpleNamespace(logits=self.head(x))
+
+
+class Held:
+    """A cache of a class of its own, which a forward fills."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Tensor, Tensor]] | None = None
+
+
+class Holding(Stack):
+    """`past_kv_cache`, an object that nobody returns."""
+
+    def forward(self, input: Tensor, past_kv_cache: Held | None = None) -> Tensor:
+        """Return logits."""
+        past = None if past_kv_cache is None else past_kv_cache.entries
+        begun = 0 if past is None or self.fault == "offset forgotten" else past[0][0].shape[2]
+        x, kept = self.run(input, torch.arange(begun, begun + input.shape[1]), past)
+        if past_kv_cache is not None:
+            past_kv_cache.entries = kept
+        return self.head(x)
+
+
+class Incremental(Stack):
+    """All tokens beside `incremental_state`, which knows how many of them were read."""
+
+    def forward(self, prev_output_tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
+        """Return the logits of what was not read before."""
+        state = {} if incremental_state is None else incremental_state
+        past = state.get("kept")
+        begun, T = (0 if past is None else past[0][0].shape[2]), prev_output_tokens.shape[1]
+        at = torch.arange(begun, T)
+        at = at - begun if self.fault == "offset forgotten" else at
+        x, state["kept"] = self.run(prev_output_tokens[:, begun:], at, past)
+        return self.head(x)
 
 
 class Memories(Stack):
@@ -478,6 +513,7 @@ MODELS: dict[Callable[..., nn.Module], tuple[int, dict[str, str]]] = {
         "rows mixed": ALONE, "mean of the batch": ALONE, "batches of 8 and more": ALONE,
         "single tokens": PREFIX, "length": PREFIX, "future from 128 on": LONG_PREFIX,
         "blocks of 64": LONG_PREFIX, "loss of 128 tokens": LONG_LOSS,
+        "the first row's last position": ALONE,
         "ignored labels counted": "loss = cross entropy by hand", "ids written into": ARGUMENTS,
         "gradient from 32 on": "gradients of a long row = central differences",
     }),
@@ -487,6 +523,8 @@ MODELS: dict[Callable[..., nn.Module], tuple[int, dict[str, str]]] = {
     Begun: (18, {"state dropped": ALONE}),
     Masked: (15, {"rows mixed": ALONE}),
     Params: (20, {"offset forgotten": STEPS, "cache ends at 64": LONG_CACHE}),
+    Holding: (20, {"offset forgotten": STEPS, "cache ends at 64": LONG_CACHE}),
+    Incremental: (18, {"offset forgotten": STEPS, "cache ends at 64": LONG_CACHE}),
     Memories: (20, {"cache ends at 64": LONG_CACHE, "rows mixed": ALONE}),
     Recurrent: (18, {"state dropped": STEPS, "batch_first forgotten": ALONE}),
     TimeFirst: (18, {"state dropped": STEPS, "rows mixed": ALONE}),

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -73,11 +73,15 @@ CACHE_ARGUMENTS = (
     "hx",
     "hidden",
     "hidden_state",
+    "past_kv_cache",
+    "incremental_state",
     "inference_params",
     "input_pos",
 )
 #: What a module is asked to make its caches with, where they are its own.
 SETUPS = ("setup_caches", "set_kv_cache")
+#: Modules whose classes say nothing of how a cache begins.
+PLAIN = ("builtins", "types", "typing", "collections", "collections.abc")
 #: What makes a state for a number of rows, where a forward must be given one.
 BEGINNINGS = ("init_hidden", "init_state", "initial_state", "get_initial_state", "begin_state",
               "zero_state")  # fmt: skip
@@ -530,8 +534,12 @@ class Foreign:
             return self._feed_own(name, tokens_BT, valid_BT, past)
         if self.multiple > 1:
             raise NotOffered(f"it takes multiples of {self.multiple} tokens alone")
-        extra: dict[str, Any] = {name: past}
+        if name == "incremental_state":
+            return self._feed_incremental(tokens_BT, valid_BT, past)
         begun = past is not None
+        if past is None and not self.offers("use_cache"):
+            past = self._empty_cache(name)
+        extra: dict[str, Any] = {name: past}
         if self.offers("use_cache") or self.any_argument:
             extra["use_cache"] = True
         if valid_BT is not None and self.offers("position_ids"):
@@ -575,6 +583,31 @@ class Foreign:
         twin = replace(twin, position_name=None)
         result = twin.call(tokens_BT, input_pos=at)
         return twin.cut(twin.read(result), tokens_BT), (twin, begun + T)
+
+    def _empty_cache(self, name: str) -> Any:
+        """Return an object of the cache's own class, where the forward names one; else None."""
+        forward = inspect.unwrap(inner(self.module).forward)
+        with contextlib.suppress(Exception):  # annotations may name what cannot be found
+            said = get_type_hints(forward).get(name)
+            for kind in (said, *get_args(said)):
+                known = isinstance(kind, type) and kind.__module__ not in PLAIN
+                if known and not issubclass(kind, (Tensor, nn.Module)):
+                    return kind()
+        return None
+
+    def _feed_incremental(
+        self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any
+    ) -> tuple[Tensor, Any]:
+        """Read tokens where the forward wants all of them beside a mapping that it fills."""
+        if valid_BT is not None:
+            raise NotOffered("its cache goes without a mask")
+        before_BT, state = (tokens_BT[:, :0], {}) if past is None else past
+        whole_BT = torch.cat((before_BT, tokens_BT), 1)
+        result = self.call(whole_BT, incremental_state=state)
+        logits, T = self.cut(self.read(result), tokens_BT), tokens_BT.shape[1]
+        if logits.shape[1] != T:
+            raise NotOffered("with a state it returns the last position alone")
+        return logits, (whole_BT, state)
 
     def _feed_whole(
         self, tokens_BT: Tensor, valid_BT: Tensor | None, past: Any

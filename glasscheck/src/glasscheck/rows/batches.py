@@ -34,6 +34,9 @@ def without_a_mask(subject: Subject) -> Measure:
     alone = torch.cat([subject.logits(tokens[row : row + 1], None) for row in range(len(tokens))])
     for size in SIZES[1:]:
         gaps.compare(subject.logits(tokens[:size], None), alone[:size], f"a batch of {size}")
+    if subject.foreign is not None and subject.foreign.labels_for_all:
+        bare = replace(subject.foreign, labels_for_all=False).logits(tokens)
+        gaps.compare(bare, alone[:, -bare.shape[1] :], "no labels given")
     return gaps.measure(tolerance_of(alone, subject), subject.size)
 
 
