@@ -17,6 +17,7 @@ from glassformer.data.build_task import build_task
 from glassformer.data.task import Task
 from glassformer.lab.measure.evaluate import evaluate
 from glassformer.models.model import build
+from glassformer.spec.checks import shorthands_of
 from glassformer.spec.manifest import count_parameters
 from glassformer.training.fit import fit
 from glassformer.training.torch_engine import TorchEngine
@@ -66,8 +67,13 @@ def settings(job: Job) -> str:
 def unusual(value: Any) -> Any:
     """A spec by the fields that differ from their defaults: a new field changes nothing old."""
     if is_dataclass(value):
+        keys = {held: key for key, held in shorthands_of(type(value)).items()}
         named = ((field, getattr(value, field.name)) for field in fields(value))
-        told = {field.name: unusual(own) for field, own in named if own != field.default}
+        told = {
+            keys.get((field.name, type(own).__name__), field.name): unusual(own)
+            for field, own in named
+            if own != field.default
+        }
         return {"kind": type(value).__name__, **told}
     return [unusual(each) for each in value] if isinstance(value, tuple) else value
 

@@ -44,7 +44,7 @@ CASES = {
             "ffn_dim": 48,
             "max_position_embeddings": 64,
         },
-        "'num_hidden_layers'",
+        "'hidden_size'",
     ),
     "OPT": (
         {key: value for key, value in HEADS.items() if key[:9] not in ("intermedi", "num_key_v")}

@@ -412,9 +412,9 @@ def test_other_logits_of_equal_states_are_a_difference():
 def test_a_small_gap_that_leaves_a_position_alone_is_not_half_precision():
     """Other angles leave position 0 as it is; rounding leaves none."""
     a = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
-    assert causes._bf16(a, a.bfloat16().float())
+    assert causes._half(a, a.bfloat16().float())
     turned = a * (1 + 1e-3 * torch.arange(5)[:, None])
-    assert not causes._bf16(a, turned)
+    assert not causes._half(a, turned)
 
 
 @pytest.mark.parametrize(

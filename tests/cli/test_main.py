@@ -59,7 +59,7 @@ def test_the_help_of_a_verb_fits_and_is_in_peoples_words(verb, width):
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
-        ("generate x --max-new-tokens 3", "has no option --max-new-tokens", "'--max-new'"),
+        ("generate x --max-new-words 3", "has no option --max-new-words", "'--max-new'"),
         ("train digits --lr 1e-3", "glass train has no option --lr", "train.lr=1e-3"),
         ("train digits --batch-size=4", "no option --batch-size", "train.batch_size=4"),
         ("lr-find digits --layers 3", "no option --layers", "model.decoder.layers.count=3"),

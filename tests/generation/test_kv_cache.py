@@ -161,7 +161,11 @@ def test_served_in_company_is_alone_bit_for_bit():
         model, lambda: TorchStepper(model), SPEC, slots=3, context=64, kv_cache="int8"
     )
     assert isinstance(slots, NativeSlots)
-    assert slots.memory_bytes == cache_bytes(SPEC, batch=3, length=64, itemsize=4, kv_cache="int8")
+    held = slots.slots + slots.spare
+    assert held == 4
+    assert slots.memory_bytes == cache_bytes(
+        SPEC, batch=held, length=64, itemsize=4, kv_cache="int8"
+    )
     alone = slots.read([Span(0, 0, ROW)]).clone()
     slots.copy(0, 1, length=33)  # shares pages, the last of them in part
     together = slots.read([Span(1, 33, ROW[33:]), Span(2, 0, (1, 2, 3))]).clone()

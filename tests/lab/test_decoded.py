@@ -44,7 +44,7 @@ class Rows:
         self.rows, self.made = rows, 0
 
     def reorder(self, rows_B):
-        self.rows = [self.rows[i] for i in rows_B.tolist()]
+        self.rows = [self.rows[i] for i in rows_B]
 
     def logits(self, size):
         chosen = [row[min(self.made, len(row) - 1)] for row in self.rows]

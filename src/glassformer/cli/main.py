@@ -255,7 +255,7 @@ def _option_hint(option: str, verb: str, known: list[str]) -> str:
         if setting is not None and not close:
             value = _typed_value(option)
             return f"settings have no dashes: {setting}={value or '...'}"
-    if not close:  # the same words, more or fewer: --max-new-tokens for --max-new
+    if not close:  # the same words, more or fewer: --max-new-words for --max-new
         typed = {*word.split("_")}
         shared = {name: len(typed & {*name.strip("-").split("-")}) for name in known}
         most = max(shared.values(), default=0)
