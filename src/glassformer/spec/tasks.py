@@ -340,7 +340,7 @@ TASK_SUMMARIES: dict[str, str] = {
     "mod-3": "follow a machine that counts modulo 3, with exact answers",
     "brackets": "follow nested brackets, four deep, with exact answers",
     "fsm": "follow a random machine of four states, with exact answers",
-    "permutations": "compose swaps of five things: no shallow model can",
+    "permutations": "compose swaps of five things, 120 states, exact answers",
     "recall": "pairs of key and value, then the keys: which value was it?",
     "selective-copy": "write the symbols again that stood among blanks",
     "hops": "look up what followed last time, twice in a row",
