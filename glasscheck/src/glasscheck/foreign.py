@@ -1317,7 +1317,7 @@ class _Masks(TorchFunctionMode):
     """Give masks of fused attention the dtype of its queries.
 
     torch 2.13's kernel for the CPU takes a float32 mask beside float64 queries, and reads it as if
-    it were float64: from 32 positions on its results are wrong.
+    it were float64: from some length on (16 was seen) its results are wrong.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -135,11 +135,11 @@ STOPS: dict[Any, str] = {
 
 
 def _place() -> str:
-    """Return `module:line` of the innermost caller that is neither torch nor this file."""
+    """Return `module:line` of the innermost caller that is neither torch nor this package."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name != __name__ and name.split(".")[0] not in ("torch", "contextlib"):
+        if name.split(".")[0] not in ("torch", "contextlib", "glasscheck"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
