@@ -41,8 +41,7 @@ CASES = (
 BATCHES = 8
 #: Steps of a curve, and of the recipes of large models the batch, as four engines train them.
 STEPS, LARGE = 200, {"lm": 4, "lm-modern": 4, "lm-moe": 4, "lm-10m": 1, "text": 8, "translate": 8}
-#: How many times a torch run's distance from float64 the native run's may be: two of torch that
-#: differ in one rounding of each first weight are up to 3 times as far apart from it as each other.
+#: How often a torch run's distance from float64 the native run's may be: chosen, not derived.
 UNITS = 4.0
 #: Rounding of a loss in float32, relative: what any two orders of its sum may differ by.
 LEAST = 2e-6
